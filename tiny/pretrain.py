@@ -1,0 +1,235 @@
+"""Make the embedded target from nothing: a BPE tokenizer, then a 16-layer, 128-wide Qwen3 taught the three languages of tasks.py.
+
+    python -m tiny.pretrain                     about an hour on 2 cores; Ctrl-C stops it, the same command goes on
+    python -m tiny.pretrain --steps 20 --out /tmp/toy
+
+Deep and narrow on purpose: a forward of 16 rows then costs little more than one of a single row, as on a large model whose weights are the cost.
+The result is an ordinary checkpoint directory. It needs `pip install tokenizers` beside requirements.txt.
+"""
+import argparse
+import itertools
+import json
+import math
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from model import Config
+from target import Target
+from tiny.tasks import TASKS, examples
+
+HERE = Path(__file__).parent
+WEIGHTS = {"arithmetic": 0.5, "code": 0.25, "story": 0.25}
+VOCAB_ROWS, SPECIALS = 2048, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+# Qwen's own split: words with the sign before them, single digits, punctuation, white space.
+SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEMPLATE = ("{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+
+
+def main():
+    args = parse_args()
+    torch.manual_seed(args.seed)
+    tokenizer = make_tokenizer(args.out)
+    target = Target(Config.from_dict(config_json(tokenizer)))
+    initialise(target)
+    optimisers = make_optimisers(target, args.lr, args.embedding_lr)
+    state_file = args.out / "state.pt"
+    first = restore(state_file, target, optimisers)
+    forward = torch.compile(target, dynamic=True) if args.compile else target
+    bar = tqdm(range(first, args.steps), initial=first, total=args.steps, unit="step", mininterval=5)
+    batches = stream(tokenizer, args.seed, args.tokens, first)
+    try:
+        for step, (ids, labels) in zip(bar, batches):
+            began = time.perf_counter()
+            for optimiser in optimisers:
+                for group in optimiser.param_groups:
+                    group["lr"] = group["peak"] * schedule(step, args.steps)
+            loss = train_step(forward, ids, labels, optimisers)
+            bar.set_postfix_str(f"loss {loss:.4f}, {ids.numel() / (time.perf_counter() - began):,.0f} tokens/s")
+            if step % 50 == 49 or step == args.steps - 1:
+                save_state(state_file, target, optimisers, step + 1)
+                print(f"step {step + 1} loss {loss:.4f} held-out {heldout_losses(target, tokenizer)}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        save_state(state_file, target, optimisers, step)
+        print(f"stopped before step {step}; the same command goes on from there", file=sys.stderr)
+        sys.exit(130)
+    save_checkpoint(target, tokenizer, args.out)
+    print(f"{args.out}: written", file=sys.stderr)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=HERE / "target", help="checkpoint directory (default: tiny/target)")
+    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--tokens", type=int, default=6144, help="tokens a step, padding included")
+    parser.add_argument("--lr", type=float, default=0.02, help="peak learning rate of Muon, for the matrices")
+    parser.add_argument("--embedding-lr", type=float, default=0.004, help="peak learning rate of AdamW, for embedding and norms")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compile", action="store_true", help="torch.compile: some 30 %% faster, needs a C++ compiler")
+    return parser.parse_args()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizer
+
+def make_tokenizer(out):
+    """A byte-level BPE trained on generated text, written to tokenizer.json; read back from there when it exists."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    file = out / "tokenizer.json"
+    if file.exists():
+        return Tokenizer.from_file(str(file))
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    # At most VOCAB_ROWS - 16 entries: the rows behind them stay unused, and the first of them is the drafter's mask.
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_ROWS - 16 - len(SPECIALS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), min_frequency=8,
+                                  show_progress=False)
+    texts = (text for e in itertools.islice(examples("train", 0), 30000) for text in (e["prompt"], e["response"]))
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIALS])
+    tokenizer.save(str(file))
+    return tokenizer
+
+
+def config_json(tokenizer):
+    eos = tokenizer.token_to_id("<|im_end|>")
+    return {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB_ROWS, "hidden_size": 128, "intermediate_size": 256,
+        "num_hidden_layers": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096, "rope_theta": 10000.0, "rope_scaling": None, "attention_bias": False, "attention_dropout": 0.0,
+        "tie_word_embeddings": True, "use_cache": True, "use_sliding_window": False, "bos_token_id": None, "eos_token_id": eos,
+        "initializer_range": 0.02, "torch_dtype": "bfloat16"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+def tokens_of(tokenizer, example):
+    """-> ids of one conversation and the length of its prompt."""
+    prompt = tokenizer.encode(f"<|im_start|>user\n{example['prompt']}<|im_end|>\n<|im_start|>assistant\n").ids
+    return prompt + tokenizer.encode(example["response"] + "<|im_end|>").ids, len(prompt)
+
+
+def batches_of(tokenizer, stream_of_examples, tokens, count):
+    """Batches of about `tokens` tokens, rows of like length together -> list of ids (batch, T), labels (batch, T) with -100 outside responses."""
+    rows = sorted((tokens_of(tokenizer, e) for e in itertools.islice(stream_of_examples, count)), key=lambda row: len(row[0]))
+    batches = []
+    while rows:
+        size = next((n for n in range(len(rows), 0, -1) if n * len(rows[-1][0]) <= tokens), 1)
+        batch, rows = rows[-size:], rows[:-size]
+        T = -(-len(batch[-1][0]) // 16) * 16
+        ids, labels = torch.zeros(size, T, dtype=torch.long), torch.full((size, T), -100)
+        for i, (row, prompt) in enumerate(batch):
+            ids[i, :len(row)] = torch.tensor(row)
+            labels[i, prompt - 1:len(row) - 1] = ids[i, prompt:len(row)]
+        batches.append((ids, labels))
+    return batches
+
+
+def stream(tokenizer, seed, tokens, skip):
+    """Training batches without end; `skip` of them are passed over, so that a resumed run sees what an unbroken one would."""
+    for chunk in itertools.count():
+        source = examples("train", f"{seed}.{chunk}", TASKS, [WEIGHTS[t] for t in TASKS])
+        batches = batches_of(tokenizer, source, tokens, 640)
+        random.Random(f"{seed}.{chunk}").shuffle(batches)
+        yield from batches[skip:]
+        skip = max(0, skip - len(batches))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+def initialise(target):
+    for name, p in target.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            torch.nn.init.zeros_(p)                      # each layer starts as the identity
+        elif p.dim() == 2:
+            torch.nn.init.normal_(p, 0, 0.02 if "embed" in name else 0.5 / math.sqrt(p.shape[1]))
+
+
+def make_optimisers(target, lr, embedding_lr):
+    matrices = [p for name, p in target.named_parameters() if p.dim() == 2 and "embed" not in name]
+    others = [p for name, p in target.named_parameters() if p.dim() == 1 or "embed" in name]
+    optimisers = [torch.optim.Muon(matrices, lr=lr, momentum=0.95, weight_decay=0.0),
+                  torch.optim.AdamW(others, lr=embedding_lr, betas=(0.9, 0.95), weight_decay=0.0)]
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            group["peak"] = group["lr"]
+    return optimisers
+
+
+def schedule(step, steps):
+    """A short warm-up, a plateau, and the last 60 % a straight line to zero."""
+    return min((step + 1) / 40, 1.0, (steps - step) / (0.6 * steps))
+
+
+def train_step(forward, ids, labels, optimisers):
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, _ = forward(ids)
+    answers = labels >= 0
+    loss = F.cross_entropy(logits[answers].float(), labels[answers])
+    loss.backward()
+    for optimiser in optimisers:
+        torch.nn.utils.clip_grad_norm_([p for g in optimiser.param_groups for p in g["params"]], 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+    return loss.item()
+
+
+@torch.no_grad()
+def heldout_losses(target, tokenizer):
+    """Cross-entropy a token on 24 held-out examples of each task."""
+    losses = {}
+    for task in TASKS:
+        [(ids, labels)] = batches_of(tokenizer, examples("heldout", 0, (task,)), 10**9, 24)
+        losses[task] = round(F.cross_entropy(target(ids)[0].flatten(0, 1), labels.flatten()).item(), 4)
+    return losses
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files: written aside, then renamed, so that a kill leaves the last whole one
+
+def save_state(file, target, optimisers, step):
+    torch.save({"step": step, "model": target.state_dict(), "optimisers": [o.state_dict() for o in optimisers]}, file.with_suffix(".tmp"))
+    os.replace(file.with_suffix(".tmp"), file)
+
+
+def restore(file, target, optimisers):
+    """-> the step to go on with; 0 without a saved state."""
+    if not file.exists():
+        return 0
+    state = torch.load(file)
+    target.load_state_dict(state["model"])
+    for optimiser, saved in zip(optimisers, state["optimisers"]):
+        optimiser.load_state_dict(saved)
+    return state["step"]
+
+
+def save_checkpoint(target, tokenizer, out):
+    """config.json, generation_config.json, tokenizer_config.json and model.safetensors in bf16, beside the tokenizer.json that is there."""
+    def write(name, value):
+        (out / (name + ".tmp")).write_text(json.dumps(value, indent=1) + "\n")
+        os.replace(out / (name + ".tmp"), out / name)
+
+    config = config_json(tokenizer)
+    write("config.json", config)
+    write("generation_config.json", {"eos_token_id": config["eos_token_id"]})
+    write("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+                                    "chat_template": TEMPLATE})
+    weights = {f"model.{name}": p.to(torch.bfloat16) for name, p in target.state_dict().items()}
+    save_file(weights, out / "model.safetensors.tmp", metadata={"format": "pt"})
+    os.replace(out / "model.safetensors.tmp", out / "model.safetensors")
+
+
+if __name__ == "__main__":
+    main()
