@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tiny import tasks  # noqa: E402
+from tiny import functions, tasks  # noqa: E402
 
 COUNT = 1000
 
@@ -138,20 +138,20 @@ def test_a_wrong_answer_is_wrong(drawn):
 # ---------------------------------------------------------------- code
 
 def test_phrases_cannot_be_confused():
-    for kind in tasks.ARGUMENTS:
-        tables = [tasks.SOURCES, tasks.TESTS[kind], tasks.CHANGES[kind], tasks.GUARDS]
+    for kind in functions.ARGUMENTS:
+        tables = [functions.SOURCES, functions.TESTS[kind], functions.CHANGES[kind], functions.GUARDS]
         phrases = [p for table in tables for options in table.values() for p in options]
-        phrases += [p for aggregate in tasks.AGGREGATES.values() for p in aggregate.phrases]
-        for endings in tasks.ENDINGS.values():
+        phrases += [p for aggregate in functions.AGGREGATES.values() for p in aggregate.phrases]
+        for endings in functions.ENDINGS.values():
             assert_no_confusion(phrases + [p for options in endings.values() for p in options])
 
 
 def test_code_is_composed_not_listed(drawn):
     bodies = {example["response"].split(":", 1)[1] for example in drawn["code"]}
     assert len(bodies) > 0.95 * COUNT
-    numbers = [a for a in tasks.AGGREGATES.values() if "numbers" in a.takes]
-    combinations_without_k = (len(tasks.SOURCES) + 1) * (len(tasks.TESTS["numbers"]) + 1) * (
-        len(tasks.CHANGES["numbers"]) + 1) * sum(len(tasks.ENDINGS[a.gives]) + 1 for a in numbers) * 3
+    numbers = [a for a in functions.AGGREGATES.values() if "numbers" in a.takes]
+    combinations_without_k = (len(functions.SOURCES) + 1) * (len(functions.TESTS["numbers"]) + 1) * (
+        len(functions.CHANGES["numbers"]) + 1) * sum(len(functions.ENDINGS[a.gives]) + 1 for a in numbers) * 3
     assert combinations_without_k > 40_000
 
 

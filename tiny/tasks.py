@@ -10,16 +10,24 @@ a model of a few million parameters can learn it on a CPU, and a drafter can the
 For arithmetic and code the sampler writes a prompt only; the response is worked out by *reading the prompt
 back*. That makes the response a function of the prompt, and lets `grade` judge any answer from the prompt alone.
 
+    python -m tiny.tasks train 20000 > prompts.jsonl            prompts for data.py, one JSON object a line
+    python -m tiny.tasks grade responses.jsonl                  how many of the target's responses, in data.py's format, are right
+
 A prompt is held out if and only if its SHA-256, read as an integer, is divisible by 16. The split depends on
 the prompt and on nothing else, so the train and heldout prompts are disjoint by construction.
 """
 
 import hashlib
+import itertools
+import json
 import random
 import re
 import sys
-from functools import lru_cache
-from typing import Iterator, NamedTuple
+from pathlib import Path
+from typing import Iterator
+
+from tiny.functions import grade_code, read_description, write_code, write_description
+from tiny.templates import capital, listing, pattern
 
 TASKS = ("arithmetic", "code", "story")
 
@@ -75,27 +83,6 @@ def distinct_sentences(text: str) -> float:
     """The share of a text's sentences that are distinct."""
     sentences = [s.strip().lower() for s in re.split(r"[.!?\n]+", text) if s.strip()]
     return len(set(sentences)) / max(1, len(sentences))
-
-
-# ---------------------------------------------------------------- templates, written and read
-
-@lru_cache(maxsize=None)
-def pattern(template: str) -> re.Pattern:
-    """The regular expression that reads a template back: each {slot} becomes a named one-word group."""
-    parts = re.split(r"\{(\w+)\}", template)
-    for i, part in enumerate(parts):
-        parts[i] = f"(?P<{part}>\\w+)" if i % 2 else re.escape(part)
-    return re.compile(r"\b" + "".join(parts) + r"\b", re.IGNORECASE)
-
-
-def capital(sentence: str) -> str:
-    """The sentence with its first letter in upper case."""
-    return sentence[:1].upper() + sentence[1:]
-
-
-def listing(items: list) -> str:
-    """The items as English lists them: a, b and c."""
-    return " and ".join(filter(None, [", ".join(items[:-1]), items[-1]]))
 
 
 # ---------------------------------------------------------------- arithmetic
@@ -226,287 +213,6 @@ def read_step(sentence: str) -> tuple:
     raise ValueError(f"not a step: {sentence}")
 
 
-# ---------------------------------------------------------------- code
-
-# Each table maps a piece of code to the phrases that ask for it. {a} is the argument, {x} the item of the
-# loop, {r} the result, and {k} a number from 2 to 9 or, between quotes, a letter.
-
-ARGUMENTS = {"numbers": ("numbers", "values", "scores", "prices", "ages"),
-             "words": ("words", "names", "labels", "titles", "lines")}
-ITEMS = {"numbers": "number", "words": "word"}
-LETTERS = "abcdehilmnoprst"
-
-SOURCES = {"{a}[1:]": ("skip the first item", "leave out the item at the front"),
-           "{a}[:-1]": ("skip the last item", "leave out the item at the end"),
-           "{a}[::2]": ("take every second item", "look at every other item"),
-           "{a}[::-1]": ("go through the list backwards", "start from the end of the list"),
-           "{a}[:{k}]": ("look only at the first {k} items", "stop after {k} items")}
-
-TESTS = {
-    "numbers": {"{x} % 2 == 0": ("keep only even numbers", "ignore all that are not even"),
-                "{x} % 2 == 1": ("keep only odd numbers", "ignore all that are not odd"),
-                "{x} > 0": ("keep only positive numbers", "ignore all that are not positive"),
-                "{x} < 0": ("keep only negative numbers", "ignore all that are not negative"),
-                "{x} > {k}": ("keep only numbers greater than {k}", "ignore all up to {k}"),
-                "{x} < {k}": ("keep only numbers less than {k}", "ignore all from {k} up"),
-                "{x} != {k}": ("leave out each {k}", "ignore all that are equal to {k}"),
-                "{x} % {k} == 0": ("keep only numbers divisible by {k}", "ignore all but multiples of {k}")},
-    "words": {"len({x}) > {k}": ("keep only words longer than {k}", "ignore all up to length {k}"),
-              "len({x}) < {k}": ("keep only words shorter than {k}", "ignore all of length {k} or more"),
-              "len({x}) == {k}": ("keep only words of length {k}", "ignore all but those with {k} letters"),
-              "len({x}) % 2 == 0": ("keep only words of even length", "ignore all of odd length"),
-              "\"{k}\" in {x}": ("keep only words with the letter {k}", "ignore all without the letter {k}"),
-              "\"{k}\" not in {x}": ("leave out words that have {k}", "ignore all that contain {k}"),
-              "{x}.startswith(\"{k}\")": ("keep only words starting with {k}", "ignore all not starting in {k}"),
-              "{x}.endswith(\"{k}\")": ("keep only words ending with {k}", "ignore all not ending in {k}")}}
-
-CHANGES = {
-    "numbers": {"{x} * {x}": ("square each one", "take the square of each"),
-                "{x} * {k}": ("multiply each by {k}", "make each {k} times as large"),
-                "{x} + {k}": ("add {k} to each", "increase each by {k}"),
-                "{x} - {k}": ("subtract {k} from each", "decrease each by {k}"),
-                "{x} % {k}": ("take each modulo {k}", "take what is left of each after division by {k}"),
-                "{x} // {k}": ("divide each by {k} and round down", "take each divided by {k} without rest"),
-                "abs({x})": ("take the absolute value of each", "drop the sign of each"),
-                "-{x}": ("negate each one", "flip the sign of each")},
-    "words": {"{x}.upper()": ("turn each into upper case", "write each in capital letters"),
-              "{x}[::-1]": ("reverse each one", "spell each backwards"),
-              "{x}[:{k}]": ("cut each to {k} letters", "shorten each to {k} letters"),
-              "{x} * {k}": ("repeat each {k} times", "write each {k} times in a row"),
-              "{x} + \"{k}\"": ("put {k} after each", "append the letter {k} to each"),
-              "\"{k}\" + {x}": ("put {k} before each", "put the letter {k} in front of each"),
-              "len({x})": ("take the length of each", "measure how long each is"),
-              "{x}.count(\"{k}\")": ("count each {k} in them", "find how often each has {k}")}}
-CHANGE_GIVES_NUMBERS = ("len({x})", "{x}.count(\"{k}\")")
-
-
-class Aggregate(NamedTuple):
-    """What a loop gathers: from items of type `takes`, a result of type `gives`. {y} is the changed item."""
-    takes: tuple
-    gives: str
-    start: str
-    update: str
-    result: str
-    phrases: tuple
-
-
-NUMBERS, WORDS, EITHER = ("numbers",), ("words",), ("numbers", "words")
-AGGREGATES = {
-    "sum": Aggregate(NUMBERS, "number", "total = 0", "total += {y}", "total",
-                     ("return the sum", "return the total")),
-    "product": Aggregate(NUMBERS, "number", "product = 1", "product *= {y}", "product",
-                         ("return the product", "return all of them multiplied together")),
-    "count": Aggregate(EITHER, "number", "count = 0", "count += 1", "count",
-                       ("return how many there are", "return the count")),
-    "largest": Aggregate(NUMBERS, "number", "best = 0", "if {y} > best:\n    best = {y}", "best",
-                         ("return the largest, or 0 if none is above 0", "return the maximum, at least 0")),
-    "smallest": Aggregate(NUMBERS, "number", "best = 100", "if {y} < best:\n    best = {y}", "best",
-                          ("return the smallest, or 100 if none is below 100", "return the minimum, at most 100")),
-    "list": Aggregate(EITHER, "list", "result = []", "result.append({y})", "result",
-                      ("return a list of them", "return them in a new list")),
-    "unique": Aggregate(EITHER, "list", "result = []", "if {y} not in result:\n    result.append({y})", "result",
-                        ("return a list without repeats", "return the different ones as a list")),
-    "any": Aggregate(NUMBERS, "truth", "", "if {y} > {k}:\n    return True", "False",
-                     ("return whether any is greater than {k}", "tell if at least one is above {k}")),
-    "all": Aggregate(NUMBERS, "truth", "", "if {y} <= {k}:\n    return False", "True",
-                     ("return whether all are greater than {k}", "tell if every one is above {k}")),
-    "join": Aggregate(WORDS, "text", "parts = []", "parts.append({y})", "\" \".join(parts)",
-                      ("return them joined by spaces", "return one text with spaces between them")),
-    "dash": Aggregate(WORDS, "text", "parts = []", "parts.append({y})", "\"-\".join(parts)",
-                      ("return them joined by dashes", "return one text with dashes between them")),
-    "longest": Aggregate(WORDS, "text", "best = \"\"", "if len({y}) > len(best):\n    best = {y}", "best",
-                         ("return the longest", "return the one with the most letters")),
-    "length": Aggregate(WORDS, "number", "total = 0", "total += len({y})", "total",
-                        ("return their total length", "return the number of letters in all")),
-}
-
-ENDINGS = {
-    "number": {"{r} * 2": ("double the result", "return twice the result"),
-               "{r} + {k}": ("add {k} to the result", "increase the result by {k}"),
-               "{r} - {k}": ("subtract {k} from the result", "decrease the result by {k}"),
-               "{r} % {k}": ("return the result modulo {k}", "take the result modulo {k}")},
-    "list": {"sorted({r})": ("sort the result", "put the result in order"),
-             "{r}[::-1]": ("reverse the result", "return the result from back to front"),
-             "{r}[:{k}]": ("return at most {k} of the results", "cut the result after {k} items"),
-             "{r} * 2": ("repeat the result twice", "return the result two times in a row")},
-    "text": {"{r}.upper()": ("make the result upper case", "return the result in capital letters"),
-             "{r} + \"!\"": ("add an exclamation mark to the result", "end the result with an exclamation mark"),
-             "{r}[::-1]": ("reverse the result", "return the result from back to front")},
-    "truth": {}}
-
-GUARDS = {"if not {a}:\n    return {k}": ("if the list is empty, return {k}", "for an empty list return {k}"),
-          "if len({a}) < 3:\n    return {k}": ("if there are fewer than 3 items, return {k}",
-                                               "for less than 3 items return {k}")}
-
-INTROS = ("Write a Python function called {name} that takes a list of {kind} called {argument}.",
-          "Define the function {name} with a list of {kind} named {argument}.",
-          "I need a function {name} for a list of {kind} called {argument}.")
-HELPER = "Use a helper function called change."
-DOCSTRING = "Add a docstring."
-EXAMPLE = "End with an example call."
-
-INPUTS = {"numbers": ([], [4], [3, -8, 5, 12, 7, 0, -1, 9], [9, 30, 2, 2, 15, 6, -6, 8, 21, 5, 10, 11], [-7, -2, -3]),
-          "words": ([], ["tree"], ["apple", "sun", "moonlight", "in", "bread", "salad", "sun"],
-                    ["stone", "cat", "hill", "planet", "to", "emerald", "ocean", "oh", "lamp", "pearl", "dish"])}
-EXAMPLES = {"numbers": "[3, 8, -5, 12]", "words": "[\"apple\", \"sun\", \"stone\"]"}
-
-
-def phrase_for(code: str, phrases: tuple, rng: random.Random) -> str:
-    """One of the phrases that ask for a piece of code, with its number or letter filled in."""
-    k = rng.choice(LETTERS) if "\"{k}\"" in code else rng.randint(2, 9)
-    return rng.choice(phrases).format(k=k)
-
-
-def pick(table: dict, rng: random.Random) -> tuple:
-    """A piece of code from a table, and a phrase that asks for it."""
-    code = rng.choice(list(table))
-    return code, phrase_for(code, table[code], rng)
-
-
-def write_description(rng: random.Random) -> str:
-    """The description of a function composed of a source, a test, a change, an aggregate and an ending."""
-    kind = rng.choice(list(ARGUMENTS))
-    argument = rng.choice(ARGUMENTS[kind])
-    change, change_phrase = pick(CHANGES[kind], rng) if rng.random() < 0.75 else ("", "")
-    changed_kind = "numbers" if change in CHANGE_GIVES_NUMBERS else kind
-    label = rng.choice([name for name, a in AGGREGATES.items() if changed_kind in a.takes])
-    aggregate = AGGREGATES[label]
-    if label == "count":
-        change, change_phrase = "", ""          # a change does not alter how many there are
-
-    steps = [pick(SOURCES, rng)[1] if rng.random() < 0.4 else "",
-             pick(TESTS[kind], rng)[1] if rng.random() < 0.8 else "",
-             change_phrase,
-             phrase_for(aggregate.update, aggregate.phrases, rng)]
-    sentences = [listing([step for step in steps if step])]
-    if ENDINGS[aggregate.gives] and rng.random() < 0.5:
-        sentences.append(pick(ENDINGS[aggregate.gives], rng)[1])
-    if rng.random() < 0.5:
-        sentences.append(pick(GUARDS, rng)[1])
-
-    intro = rng.choice(INTROS).format(name=f"{label}_{argument}", kind=kind, argument=argument)
-    wishes = [HELPER] if change and rng.random() < 0.4 else []
-    wishes += [wish for wish in (DOCSTRING, EXAMPLE) if rng.random() < 0.5]
-    return " ".join([intro] + [capital(sentence) + "." for sentence in sentences] + wishes)
-
-
-def read_option(table: dict, prompt: str, **names) -> str:
-    """The piece of code from a table that a prompt asks for, filled in; empty if it asks for none."""
-    for code, phrases in table.items():
-        for phrase in phrases:
-            match = pattern(phrase).search(prompt)
-            if match:
-                return code.format(**names, **match.groupdict())
-    return ""
-
-
-def read_description(prompt: str) -> dict:
-    """The parts of the function that a prompt describes, as pieces of code."""
-    intro = next(m for m in (pattern(i[:-1]).match(prompt) for i in INTROS) if m)
-    kind, argument, name = intro["kind"], intro["argument"], intro["name"]
-    item = ITEMS[kind]
-    label = name.split("_")[0]
-    aggregate = AGGREGATES[label]
-    change = read_option(CHANGES[kind], prompt, x=item)
-    helper = HELPER in prompt
-    changed = f"change({item})" if helper else change or item
-    reassign = bool(change) and aggregate.update.count("{y}") > 1      # name a value that is used twice
-    update = {aggregate.update: aggregate.phrases}
-    return {"name": name, "kind": kind, "label": label, "argument": argument, "item": item, "change": change,
-            "helper": helper, "start": aggregate.start,
-            "source": read_option(SOURCES, prompt, a=argument) or argument,
-            "test": read_option(TESTS[kind], prompt, x=item),
-            "reassign": f"{item} = {changed}" if reassign else "",
-            "update": read_option(update, prompt, y=item if reassign else changed),
-            "result": read_option(ENDINGS[aggregate.gives], prompt, r=aggregate.result) or aggregate.result,
-            "guard": read_option(GUARDS, prompt, a=argument),
-            "docstring": DOCSTRING in prompt, "example": EXAMPLE in prompt}
-
-
-def indent(lines: list) -> list:
-    """The lines, moved right by one level."""
-    return ["    " + line for line in lines]
-
-
-def write_code(parts: dict) -> str:
-    """The Python code of a function, from its parts."""
-    loop = [parts["reassign"]] if parts["reassign"] else []
-    loop += parts["update"].split("\n")
-    if parts["test"]:
-        loop = [f"if {parts['test']}:"] + indent(loop)
-
-    body = []
-    if parts["docstring"]:
-        body.append(f"\"\"\"Return the {parts['label']} for a list of {parts['kind']}.\"\"\"")
-    if parts["guard"]:
-        body += parts["guard"].split("\n")
-    if parts["start"]:
-        body.append(parts["start"])
-    body += [f"for {parts['item']} in {parts['source']}:"] + indent(loop)
-    body.append(f"return {parts['result']}")
-
-    lines = [f"def {parts['name']}({parts['argument']}):"] + indent(body)
-    if parts["helper"]:
-        lines = [f"def change({parts['item']}):", f"    return {parts['change']}", ""] + lines
-    if parts["example"]:
-        lines += ["", f"# {parts['name']}({EXAMPLES[parts['kind']]})"]
-    return "\n".join(lines)
-
-
-SAFE_BUILTINS = {f.__name__: f for f in (abs, all, any, len, list, max, min, range, reversed, set, sorted, str, sum)}
-FORBIDDEN = ("__", "**", "<<", "while", "import", "try", "format")
-STEP_LIMIT = 1000
-
-
-def limited_tracer():
-    """A trace function that stops code after STEP_LIMIT events, or when one of its variables grows too large."""
-    steps = 0
-
-    def trace(frame, event, arg):
-        nonlocal steps
-        steps += 1
-        for value in frame.f_locals.values():
-            if isinstance(value, int) and value.bit_length() > 1000:
-                raise OverflowError("number too large")
-            if isinstance(value, (str, list)) and len(value) > 10000:
-                raise OverflowError("text or list too long")
-        if steps > STEP_LIMIT:
-            raise TimeoutError("too many steps")
-        return trace
-
-    return trace
-
-
-def run_function(code: str, name: str, inputs) -> str:
-    """What a function returns for each of the inputs, in writing, so that 1 and True differ."""
-    if any(word in code for word in FORBIDDEN):
-        raise ValueError("code outside the small language")
-    scope = {"__builtins__": SAFE_BUILTINS}
-    previous = sys.gettrace()
-    try:
-        compiled = compile(code, "<response>", "exec")
-        results = []
-        sys.settrace(limited_tracer())
-        exec(compiled, scope)
-        for value in inputs:
-            sys.settrace(limited_tracer())
-            results.append(scope[name](list(value)))
-    finally:
-        sys.settrace(previous)
-    return repr(results)
-
-
-def grade_code(prompt: str, response: str) -> bool:
-    """Whether the response behaves like the function that the prompt describes."""
-    parts = read_description(prompt)
-    inputs = INPUTS[parts["kind"]]
-    wanted = run_function(write_code(parts), parts["name"], inputs)
-    try:
-        return run_function(response, parts["name"], inputs) == wanted
-    except Exception:                           # whatever a wrong program does, it is wrong
-        return False
-
-
 # ---------------------------------------------------------------- story
 
 THINGS = ("lantern map rope drum kite ladder blanket basket whistle mirror compass flute crown hammer cup "
@@ -615,3 +321,42 @@ def in_order(phrases: list, text: str) -> bool:
             return False
         position = match.end()
     return True
+
+
+# ---------------------------------------------------------------- the command line
+
+def write_prompts(split: str, count: int, seed: int = 1):
+    """Print `count` prompts of a split as JSON lines, the three tasks in turn; no responses, since those are to be the target's own."""
+    streams = [examples(split, seed, (task,)) for task in TASKS]
+    seen = set()
+    for stream in itertools.islice(itertools.cycle(streams), count):
+        example = next(e for e in stream if e["prompt"] not in seen)
+        seen.add(example["prompt"])
+        print(json.dumps({"task": example["task"], "prompt": example["prompt"]}))
+
+
+def grade_responses(path: str):
+    """Print the share of right responses of each task in a file that data.py wrote, and for stories the least share of distinct sentences."""
+    from tokenizer import Tokenizer
+    tokenizer = Tokenizer.load(Path(__file__).parent / "target")
+    right, distinct = {task: [] for task in TASKS}, []
+    for line in Path(path).read_text().splitlines()[1:]:
+        row = json.loads(line)
+        text = tokenizer.decode(row["response_ids"])
+        right[row["task"]].append(grade(row["task"], row["prompt"], text))
+        if row["task"] == "story":
+            distinct.append(distinct_sentences(text))
+    for task, marks in right.items():
+        if marks:
+            print(f"{task}: {sum(marks)} of {len(marks)} right, {sum(marks) / len(marks):.1%}")
+    if distinct:
+        print(f"story: sentences distinct, mean {sum(distinct) / len(distinct):.1%}, least {min(distinct):.1%}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[1] == "grade":
+        grade_responses(sys.argv[2])
+    elif len(sys.argv) in (3, 4) and sys.argv[1] in ("train", "heldout"):
+        write_prompts(sys.argv[1], *map(int, sys.argv[2:]))
+    else:
+        sys.exit("usage: python -m tiny.tasks train|heldout COUNT [SEED], or grade FILE")

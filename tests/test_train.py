@@ -1,0 +1,186 @@
+"""Anchors, blocks, mask, loss and loop of train.py, each against an example by hand or a slow loop."""
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_mask
+
+import train
+from draft import DraftConfig, Drafter
+from model import Config
+from target import Target
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYER = dict(model_type="qwen3", vocab_size=50, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8, hidden_act="silu",
+             rms_norm_eps=1e-6, max_position_embeddings=256, rope_theta=1e4, tie_word_embeddings=True)
+
+
+def toy_pair(B=4, seed=0):
+    """A random 6-layer target and a 2-layer drafter, mask id 49."""
+    torch.manual_seed(seed)
+    target = Target(Config.from_dict(LAYER | {"num_hidden_layers": 6}))
+    for p in target.parameters():
+        torch.nn.init.normal_(p, 0, 0.2) if p.dim() == 2 else torch.nn.init.uniform_(p, 0.8, 1.2)
+    drafter = Drafter(DraftConfig(Config.from_dict(LAYER | {"num_hidden_layers": 2}), B, 49, (1, 2, 4), 6)).initialise(0.1)
+    return target.requires_grad_(False), drafter
+
+
+def conversation(length, prompt_length, seed=0):
+    return SimpleNamespace(ids=torch.randint(0, 48, (length,), generator=torch.Generator().manual_seed(seed)).tolist(), prompt_length=prompt_length)
+
+
+def test_anchors():
+    assert list(train.anchor_candidates([0] * 6, 3)) == [3, 4]
+    drawn = train.draw_anchors(range(3, 50), 10, seed=1, epoch=2, sample=3)
+    assert drawn == sorted(set(drawn)) and len(drawn) == 10 and drawn == train.draw_anchors(range(3, 50), 10, 1, 2, 3)
+    assert drawn != train.draw_anchors(range(3, 50), 10, 1, 3, 3), "drawn anew each epoch"
+    assert train.draw_anchors(range(3, 5), 10, 0, 0, 0) == [3, 4]
+
+
+def test_blocks_by_hand():
+    row = SimpleNamespace(ids=[10, 11, 12, 13, 14, 15], prompt_length=2)
+    batch = train.make_batch([row], [[2, 4]], N=3, B=3, mask_token_id=49, multiple=4)
+    assert batch.ids.tolist() == [[10, 11, 12, 13, 14, 15, 0, 0]]
+    assert batch.block_ids.tolist() == [[12, 49, 49, 14, 49, 49, 10, 49, 49]]
+    assert batch.positions.tolist() == [[2, 3, 4, 4, 5, 6, 0, 1, 2]]
+    assert batch.valid.tolist() == [[[True, True], [True, False], [False, False]]]
+    assert batch.labels[0, 0].tolist() == [13, 14] and batch.labels[0, 1, 0] == 15
+
+
+@pytest.mark.parametrize("anchors, S, B", [([[2, 5, 7]], 12, 4), ([[3]], 9, 16), ([[1, 2, 3, 4], [6, 0, 0, 0]], 8, 3)])
+def test_mask_element_by_element(anchors, S, B):
+    anchors = torch.tensor(anchors)
+    N = anchors.shape[1]
+    mask = create_mask(train.block_mask(anchors, S, B), len(anchors), 1, N * B, S + N * B, device="cpu")
+    for b, row, key in itertools.product(range(len(anchors)), range(N * B), range(S + N * B)):
+        wanted = key < anchors[b, row // B] if key < S else (key - S) // B == row // B
+        assert mask[b, 0, row, key] == wanted, (b, row, key)
+
+
+def test_mask_rows_past_the_end_are_in_bounds():
+    """FlexAttention rounds rows up to a multiple of 128."""
+    mod = train.block_mask(torch.tensor([[3, 5]]), 8, 4)
+    mask = create_mask(mod, 1, 1, 128, 16, device="cpu")[0, 0]
+    assert not mask[8:, 8:].any(), "they belong to no block"
+
+
+def test_training_forward_is_the_inference_path():
+    target, drafter = toy_pair()
+    row, B = conversation(30, 4), 4
+    anchors = list(range(4, 29))
+    batch = train.make_batch([row], [anchors], len(anchors), B, 49)
+    with torch.no_grad():
+        _, features = target(batch.ids, taps=(1, 2, 4))
+        S, Q = batch.ids.shape[1], batch.block_ids.shape[1]
+        mask = create_mask(train.block_mask(batch.anchors, S, B), 1, 1, Q, S + Q, device="cpu")
+        together = drafter(target.embed(batch.block_ids), features, batch.positions, mask).unflatten(1, (-1, B))
+        for j, a in enumerate(anchors):
+            cache = drafter.new_cache(64)
+            drafter.extend(cache, features[:, :a])
+            alone = drafter.propose(cache, target.embed(torch.tensor([[row.ids[a]] + [49] * (B - 1)])))
+            assert torch.allclose(together[:, j], alone, atol=1e-4)
+
+
+def test_chunked_loss_and_gradient():
+    torch.manual_seed(0)
+    head, labels = torch.randn(50, 32), torch.randint(0, 50, (37,))
+    full = torch.randn(37, 32, requires_grad=True)
+    chunked = full.detach().clone().requires_grad_()
+    wanted = F.cross_entropy(full @ head.T, labels, reduction="none")
+    losses, hits = train.label_losses(chunked, head, labels, chunk=10)
+    wanted.sum().backward()
+    losses.sum().backward()
+    assert torch.allclose(losses, wanted, atol=1e-5) and torch.allclose(full.grad, chunked.grad, atol=1e-5)
+    assert hits.tolist() == ((full @ head.T).argmax(-1) == labels).tolist()
+
+
+def test_slot_weights_by_hand():
+    probs = torch.tensor([[0.0, 1.0, 0.5]])
+    assert train.slot_weights("uniform", None, probs).tolist() == [[1, 1, 1]]
+    assert torch.allclose(train.slot_weights("decay", 2.0, probs), torch.exp(-torch.tensor([[0.0, 0.5, 1.0]])))
+    # smoothed 0.5, 1, 0.75; products 0.5, 0.5, 0.375
+    assert torch.allclose(train.slot_weights("dpace", None, probs), torch.tensor([[1.375, 0.875, 0.375]]))
+    assert [train.default_gamma(B) for B in (16, 10, 8, 4, 2)] == [7, 5, 4, 2, 1]
+
+
+def test_simulated_tau_by_hand():
+    correct = torch.tensor([[[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]]).bool()
+    valid = torch.tensor([[[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]]).bool()
+    assert train.simulated_tau(correct, valid).item() == pytest.approx(1 + (2 + 0 + 2) / 3)
+
+
+@pytest.mark.parametrize("response", [2, 3, 4, 5])
+def test_short_responses_train(response):
+    target, drafter = toy_pair()
+    row = conversation(10 + response, 10)
+    anchors = train.draw_anchors(train.anchor_candidates(row.ids, 10), 8, 0, 0, 0)
+    loss, weight, _ = train.block_loss(target, drafter, train.make_batch([row], [anchors], 8, 4, 49), "decay", 2.0)
+    loss.backward()
+    assert weight > 0 and all(p.grad.isfinite().all() for p in drafter.parameters())
+
+
+def test_accumulated_equals_one_batch():
+    rows, anchors = [conversation(30, 4, s) for s in range(8)], [[5, 9, 20], [8], [10, 11], [6], [7, 9], [12], [15, 25], [28]]
+    after = []
+    for size in (8, 2):
+        target, drafter = toy_pair()
+        micro = [train.make_batch(rows[i:i + size], anchors[i:i + size], 3, 4, 49) for i in range(0, 8, size)]
+        train.train_step(target, drafter, train.make_optimisers(drafter, "adamw", 6e-4), micro, 1.0, "decay", 2.0)
+        after.append(torch.cat([p.detach().flatten() for p in drafter.parameters()]))
+    assert (after[0] - after[1]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_one_conversation_memorised_drafts_whole_blocks_in_the_loop(optimizer):
+    """The slot convention of training is that of the loop: a drafter that knows the answer has every draft accepted."""
+    from speculate import Stats, generate
+    target, drafter = toy_pair()
+    prompt = conversation(6, 0, 3).ids
+    answer = Stats(generate(target, None, prompt, 26)).output
+    row = SimpleNamespace(ids=prompt + answer, prompt_length=6)
+    anchors = list(train.anchor_candidates(row.ids, 6))
+    optimisers = train.make_optimisers(drafter, optimizer, {"adamw": 3e-3, "muon": 0.02}[optimizer])
+    before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+    for step in range(150):
+        batch = train.make_batch([row], [anchors], len(anchors), 4, 49)
+        *_, accuracy, _ = train.train_step(target, drafter, optimisers, [batch], 1.0, "uniform", None)
+        if min(accuracy) == 1.0 and step >= 50:
+            break
+    cycles = Stats(generate(target, drafter.eval(), prompt, 25)).cycles
+    assert all(c.accepted == 3 for c in cycles[:-1]), [c.accepted for c in cycles]
+    assert all((before[name] != p).any() for name, p in drafter.named_parameters()), "every parameter moved, norms too"
+
+
+def test_schedule_by_hand():
+    assert train.lr_factor(0, 100) == 0.25 and train.lr_factor(3, 100) == 1.0 and train.lr_factor(4, 100) == 1.0
+    assert train.lr_factor(99, 100) < 0.001
+
+
+def test_stopped_and_resumed_is_bit_for_bit_the_same(tmp_path):
+    if not (ROOT / "tiny" / "target" / "model.safetensors").exists():
+        pytest.skip("the embedded target is not there")
+    header = {"format": "nanodflash responses 1", "target": "tiny/target", "vocab_size": 2048}
+    rows = [{"prompt_ids": conversation(9, 0, s).ids, "response_ids": conversation(20, 0, 50 + s).ids} for s in range(12)]
+    (tmp_path / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [header] + rows))
+
+    def run(out, stop=None):
+        code = f"import train; train.real_tau = lambda *a, **k: {{}}\n"
+        if stop:      # a kill right after a save
+            code += f"save = train.save_state\ndef saved(path, step, *a):\n    save(path, step, *a)\n    import os\n    os._exit(9) if step == {stop} else None\ntrain.save_state = saved\n"
+        code += (f"train.train(train.parse_args(['--data', r'{tmp_path / 'responses.jsonl'}', '--out', r'{out}', '--steps', '6', '--batch-size', '4', '--anchors', '4', '--layers', '1', "
+                 "'--block-size', '4', '--eval-every', '3', '--optimizer', 'muon']))")
+        return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+    assert run(tmp_path / "whole").returncode == 0
+    assert run(tmp_path / "cut", stop=3).returncode == 9
+    again = run(tmp_path / "cut")
+    assert again.returncode == 0, again.stderr
+    whole, cut = (torch.load(tmp_path / name / "state.pt")["drafter"] for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert Drafter.load(tmp_path / "cut").config.block_size == 4
