@@ -367,7 +367,7 @@ def rows(path, vocab_size, max_length, target=None):
             ids = np.array(prompt + entry["response_ids"])[:max_length]
             if ids.dtype.kind != "i" or ids.ndim != 1 or not 0 <= ids.min() <= ids.max() < vocab_size:
                 raise ValueError
-        except (KeyError, TypeError, ValueError):
+        except (LookupError, TypeError, ValueError):
             raise InputError(f"{path}, line {number}: prompt_ids and response_ids are no lists of ids from the target's vocabulary of {vocab_size}")
         if len(ids) < len(prompt) + 2:
             dropped += 1
