@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from model import Config, InputError, checkpoint_dir, read_json
-from target import Target, check_dtype, read_stop_ids
+from model import Config, InputError, check_dtype, checkpoint_dir, read_json
+from target import Target, read_stop_ids
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent

@@ -76,13 +76,15 @@ def default_target_layer_ids(num_target_layers, n=5):
     """Evenly spread from layer 1 to three before the end: 36 layers give 1, 9, 17, 25, 33. (The released drafters' rule.)"""
     if n == 1:
         return (num_target_layers // 2,)
+    if num_target_layers < n + 3:
+        raise InputError(f"a target of {num_target_layers} layers is too shallow for {n} taps of its own; name them")
     return tuple(round(1 + i * (num_target_layers - 4) / (n - 1)) for i in range(n))
 
 
 class Drafter(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.config = config
+        self.config, self.name = config, "in memory"
         layer, H = config.layer, config.layer.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * H, H, bias=False)
         self.hidden_norm = RMSNorm(H, layer.rms_norm_eps)

@@ -169,12 +169,18 @@ def weight_files(directory):
     return shards
 
 
+def check_dtype(dtype):
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise InputError(f"dtype {str(dtype).removeprefix('torch.')} is refused: the hidden states of these models overflow fp16; use float32 or bfloat16")
+
+
 def load_weights(model, directory, device, dtype, rename=lambda name: name):
     """Fill a model built on the meta device, one tensor at a time, so that memory holds the model and one tensor more.
 
     `rename` gives the model's name of a stored tensor, or None to pass it over. InputError for a missing, leftover or ill-shaped tensor, and for a broken file.
     """
     from safetensors import SafetensorError, safe_open
+    check_dtype(dtype)
     wanted, seen = dict(model.named_parameters()), set()
     for path, listed in weight_files(directory).items():
         if not path.is_file():

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from draft import Drafter
-from model import Config, InputError, checkpoint_dir, read_json
-from target import Target, check_dtype
+from model import Config, InputError, check_dtype, checkpoint_dir, read_json
+from target import Target
 from tokenizer import Tokenizer
 
 TINY = Path(__file__).resolve().parent / "tiny"
@@ -40,8 +40,8 @@ class Sampling:
 
     def __post_init__(self):
         for name in ("temperature", "draft_temperature"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise InputError(f"{name} is {getattr(self, name)}, but a number from 0 up is needed")
+            if not (getattr(self, name) == 0 or 1e-5 <= getattr(self, name) < float("inf")):      # logits / 1e-40 are NaN
+                raise InputError(f"{name} is {getattr(self, name)}, but 0 or a number from 0.00001 up is needed")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {self.top_p}, but a number above 0 and up to 1 is needed")
         if self.top_k < 0:
@@ -147,8 +147,8 @@ def generate(target, drafter, prompt, max_new_tokens, stop_ids=(), sampling=Samp
     drafter None, or block size 1: plain decoding. Blocks stay whole up to the end, since a shorter one would draft differently. vocab: how many
     ids may be emitted, for models with more rows than their tokenizer has tokens. InputError for an empty or too long prompt, or a budget below 1.
     """
-    if block_size is not None and block_size < 1:
-        raise InputError(f"block_size is {block_size}, but 1 or more is needed")
+    if block_size is not None and not 1 <= block_size <= target.config.max_position_embeddings:
+        raise InputError(f"block_size is {block_size}, but a number from 1 to the target's context length is needed")
     B = 1 if drafter is None else block_size or drafter.config.block_size
     check_room(target, len(prompt), max_new_tokens)
     device, speculating = target.device, B > 1
@@ -319,6 +319,7 @@ def check_options(args, drafter, tokenizer):
         (args.draft_temperature and args.block_size == 1, "--draft-temperature changes nothing at --block-size 1, where nothing is drafted"),
         (args.raw and (args.system is not None or args.thinking is not None), "--raw uses no chat template, so --system and --thinking change nothing"),
         (args.raw and args.prompt is None, "--raw needs --prompt"),
+        (not -2**63 <= args.seed < 2**63, f"--seed is {args.seed}, but it has to fit 64 bits"),
         (args.thinking is not None and not tokenizer.has_thinking, "this target's chat template has no thinking switch"))
     for refused, why in refusals:
         if refused:
@@ -330,9 +331,12 @@ def check_options(args, drafter, tokenizer):
 
 def main(argv=None):
     args = parse_args(argv)
+    for file in (sys.stdin, sys.stdout):       # odd bytes in a pipe, or a terminal that knows ASCII alone, are no reason to stop
+        if hasattr(file, "reconfigure"):
+            file.reconfigure(errors="replace")
     try:
         torch.empty(0, device=args.device)
-    except (RuntimeError, AssertionError):
+    except (RuntimeError, AssertionError, ImportError):
         raise InputError(f"device {args.device!r} is not to be had here")
     target, drafter, tokenizer = load(args.target, args.draft, args.device, args.dtype and getattr(torch, args.dtype))
     sampling = check_options(args, drafter, tokenizer)
@@ -354,8 +358,10 @@ def main(argv=None):
         def cycles(drafter, budget=budget):
             return generate(target, drafter, ids, budget, target.stop_ids, sampling, args.block_size, generator, tokenizer.size)
 
-        if args.compare:                    # both paths once, so that neither is timed cold
+        if args.compare:                    # both paths once, so that neither is timed cold; the draws start over
+            state = generator.get_state()
             list(cycles(drafter, min(8, budget))), list(cycles(None, min(8, budget)))
+            generator.set_state(state)
         reply, stats = stream(cycles(drafter), tokenizer, args.show)
         report(stats)
         if args.compare:
@@ -376,7 +382,7 @@ def main(argv=None):
 
 def read_message():
     try:
-        return input("> " if sys.stdin.isatty() else "")
+        return input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
     except EOFError:
         return None
 

@@ -20,13 +20,12 @@ class Target(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = Rotary(config)
-        self.stop_ids = frozenset()        # set by load: what the checkpoint says ends a response
+        self.name, self.stop_ids = "in memory", frozenset()        # set by load: what the checkpoint says ends a response
 
     @classmethod
     def load(cls, name, device="cpu", dtype=torch.float32):
         """A checkpoint directory or hub id -> a frozen Target on `device`. InputError when anything is missing or does not fit."""
         directory = checkpoint_dir(name)
-        check_dtype(dtype)
         raw = read_json(directory / "config.json")
         config = Config.from_dict(raw, directory / "config.json")
         with torch.device("meta"):
@@ -105,11 +104,6 @@ def padding_mask(key_mask, T):
     keys = torch.arange(S, device=key_mask.device)
     rows = keys[S - T:, None]
     return ((keys <= rows) & key_mask[:, None, None] | (keys == rows))
-
-
-def check_dtype(dtype):
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise InputError(f"dtype {str(dtype).removeprefix('torch.')} is refused: the hidden states of these models overflow fp16; use float32 or bfloat16")
 
 
 def read_stop_ids(directory, config):

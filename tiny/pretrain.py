@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from tiny.tasks import TASKS, examples
 
 HERE = Path(__file__).parent
 WEIGHTS = {"arithmetic": 0.5, "code": 0.25, "story": 0.25}
+PROMPT_WEIGHT, COPY_WEIGHT = 0.3, 5.0
 VOCAB_ROWS, SPECIALS = 2048, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # Qwen's own split: words with the sign before them, single digits, punctuation, white space.
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -47,13 +49,13 @@ def main():
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, unit="step", mininterval=5)
     batches = stream(tokenizer, args.seed, args.tokens, first)
     try:
-        for step, (ids, labels) in zip(bar, batches):
+        for step, batch in zip(bar, batches):
             began = time.perf_counter()
             for optimiser in optimisers:
                 for group in optimiser.param_groups:
                     group["lr"] = group["peak"] * schedule(step, args.steps)
-            loss = train_step(forward, ids, labels, optimisers)
-            bar.set_postfix_str(f"loss {loss:.4f}, {ids.numel() / (time.perf_counter() - began):,.0f} tokens/s")
+            loss = train_step(forward, batch, optimisers)
+            bar.set_postfix_str(f"loss {loss:.4f}, {batch[0].numel() / (time.perf_counter() - began):,.0f} tokens/s")
             if step % 50 == 49 or step == args.steps - 1:
                 save_state(state_file, target, optimisers, step + 1)
                 print(f"step {step + 1} loss {loss:.4f} held-out {heldout_losses(target, tokenizer)}", file=sys.stderr, flush=True)
@@ -121,18 +123,25 @@ def tokens_of(tokenizer, example):
 
 
 def batches_of(tokenizer, stream_of_examples, tokens, count):
-    """Batches of about `tokens` tokens, rows of like length together -> list of ids (batch, T), labels (batch, T) with -100 outside responses."""
+    """Batches of about `tokens` tokens, rows of like length together -> list of ids (batch, T), labels (batch, T), weights (batch, T).
+
+    The weights help the model to learn copying, the slowest of its skills: prompt tokens count a little, as names and things come up again and again in
+    a prompt, and response tokens that stand in the prompt but in few others (the people, the things, a letter) count COPY_WEIGHT times.
+    """
     rows = sorted((tokens_of(tokenizer, e) for e in itertools.islice(stream_of_examples, count)), key=lambda row: len(row[0]))
+    in_prompts = Counter(token for row, prompt in rows for token in set(row[:prompt]))
     batches = []
     while rows:
         size = next((n for n in range(len(rows), 0, -1) if n * len(rows[-1][0]) <= tokens), 1)
         batch, rows = rows[-size:], rows[:-size]
         T = -(-len(batch[-1][0]) // 16) * 16
-        ids, labels = torch.zeros(size, T, dtype=torch.long), torch.full((size, T), -100)
+        ids, weights = torch.zeros(size, T, dtype=torch.long), torch.zeros(size, T)
         for i, (row, prompt) in enumerate(batch):
             ids[i, :len(row)] = torch.tensor(row)
-            labels[i, prompt - 1:len(row) - 1] = ids[i, prompt:len(row)]
-        batches.append((ids, labels))
+            weights[i, :prompt - 1] = PROMPT_WEIGHT
+            copied = [token in row[:prompt] and in_prompts[token] < 0.15 * count for token in row[prompt:]]
+            weights[i, prompt - 1:len(row) - 1] = torch.where(torch.tensor(copied), COPY_WEIGHT, 1.0)
+        batches.append((ids, ids.roll(-1, 1), weights))
     return batches
 
 
@@ -173,11 +182,13 @@ def schedule(step, steps):
     return min((step + 1) / 40, 1.0, (steps - step) / (0.6 * steps))
 
 
-def train_step(forward, ids, labels, optimisers):
+def train_step(forward, batch, optimisers):
+    ids, labels, weights = batch
     with torch.autocast("cpu", torch.bfloat16):
         logits, _ = forward(ids)
-    answers = labels >= 0
-    loss = F.cross_entropy(logits[answers].float(), labels[answers])
+    used = weights > 0
+    losses = F.cross_entropy(logits[used].float(), labels[used], reduction="none")
+    loss = (losses * weights[used]).sum() / weights.sum()
     loss.backward()
     for optimiser in optimisers:
         torch.nn.utils.clip_grad_norm_([p for g in optimiser.param_groups for p in g["params"]], 1.0)
@@ -188,11 +199,12 @@ def train_step(forward, ids, labels, optimisers):
 
 @torch.no_grad()
 def heldout_losses(target, tokenizer):
-    """Cross-entropy a token on 24 held-out examples of each task."""
+    """Cross-entropy a response token on 24 held-out examples of each task."""
     losses = {}
     for task in TASKS:
-        [(ids, labels)] = batches_of(tokenizer, examples("heldout", 0, (task,)), 10**9, 24)
-        losses[task] = round(F.cross_entropy(target(ids)[0].flatten(0, 1), labels.flatten()).item(), 4)
+        [(ids, labels, weights)] = batches_of(tokenizer, examples("heldout", 0, (task,)), 10**9, 24)
+        response = weights >= 1
+        losses[task] = round(F.cross_entropy(target(ids)[0][response], labels[response]).item(), 4)
     return losses
 
 

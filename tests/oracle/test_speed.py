@@ -1,4 +1,4 @@
-"""Every bar of tests/speed.py, measured quickly; 0.7 of a bar that is a time, since machines are noisy. Run with -s to see the rows."""
+"""Every bar of tests/speed.py, measured quickly; 0.7 of a bar that is a time, since machines are noisy."""
 import pytest
 
 pytest.importorskip("transformers")
@@ -14,9 +14,10 @@ NAMES = [
 
 
 @pytest.fixture(scope="module")
-def rows():
+def rows(request):
     rows = list(speed.all_rows(quick=True))
-    print("", *rows, sep="\n")
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("", *rows, sep="\n")
     assert not {row.name for row in rows if row.bar is not None} - set(NAMES)
     return {row.name: row for row in rows}
 
