@@ -70,7 +70,7 @@ def draw(weights, generator):
 def draft(logits, sampling, generator=None):
     """Choose the drafts. logits (batch, B - 1, V) -> drafts (batch, B - 1), and q_draft (batch, B - 1, V) they were drawn from, None for argmax."""
     if sampling.draft_temperature == 0:
-        return logits.argmax(-1), None
+        return logits.max(-1).indices, None                # argmax, which torch is slow at in bf16 on a CPU
     q_draft = probabilities(logits, sampling.draft_temperature, sampling.top_k, sampling.top_p)
     return draw(q_draft, generator), q_draft
 
@@ -85,7 +85,7 @@ def verify(logits, drafts, q_draft, sampling, generator=None):
     At temperature 0 p is one-hot, and all of this says: keep the drafts that are the target's argmax.
     """
     if sampling.temperature == 0:
-        best = logits.argmax(-1)
+        best = logits.max(-1).indices
         accepted = (drafts == best[:, :-1]).cumprod(1).sum(1)
         return accepted, best.gather(1, accepted[:, None])[:, 0]
     p_target = probabilities(logits, sampling.temperature, sampling.top_k, sampling.top_p)
@@ -190,10 +190,8 @@ def generate(target, drafter, prompt, max_new_tokens, stop_ids=(), sampling=Samp
 
 def check_room(target, prompt_length, max_new_tokens):
     limit = target.config.max_position_embeddings
-    if prompt_length < 1:
-        raise InputError("the prompt is empty")
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens}, but 1 or more is needed")
+    if prompt_length < 1 or max_new_tokens < 1:
+        raise InputError("the prompt is empty" if prompt_length < 1 else f"max_new_tokens is {max_new_tokens}, but 1 or more is needed")
     if prompt_length + max_new_tokens > limit:
         raise InputError(f"a prompt of {prompt_length} tokens and {max_new_tokens} new ones do not fit the target's max_position_embeddings, {limit}")
 
@@ -366,7 +364,9 @@ def main(argv=None):
         report(stats)
         if args.compare:
             plain = Stats(cycles(None))
-            compare(plain, stats)
+            say(f"plain: {plain.tokens} tokens, {1000 * plain.seconds_per_token:.2f} ms a token")
+            if any(c.drafted for c in stats.cycles):
+                say(f"speed-up: {plain.seconds_per_token / stats.seconds_per_token:.2f}x")
             if sampling.temperature == 0:
                 say(f"identical: {first_difference(target, tokenizer, ids, plain.output, stats.output)}")
         return reply
@@ -435,13 +435,6 @@ def report(stats):
         draft_ms, verify_ms, all_ms = (1000 * sum(getattr(c, part) for c in cycles) / len(cycles) for part in ("draft_seconds", "verify_seconds", "seconds"))
         say("accepted by position: " + " ".join(f"{k}:{share:.0%}" for k, share in enumerate(stats.accepted_by_position(), 1)))
         say(f"a cycle: draft {draft_ms:.2f} ms, verify {verify_ms:.2f} ms, all {all_ms:.2f} ms")
-
-
-def compare(plain, fast):
-    """The plain run of the same prompt, and how much slower it was."""
-    say(f"plain: {plain.tokens} tokens, {1000 * plain.seconds_per_token:.2f} ms a token")
-    if sum(c.drafted for c in fast.cycles):
-        say(f"speed-up: {plain.seconds_per_token / fast.seconds_per_token:.2f}x")
 
 
 @torch.inference_mode()
