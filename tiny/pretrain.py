@@ -1,7 +1,7 @@
 """Make the embedded target from nothing: a BPE tokenizer, then a 16-layer, 128-wide Qwen3 taught the three languages of tasks.py.
 
     python -m tiny.pretrain                     about an hour on 2 cores; Ctrl-C stops it, the same command goes on
-    python -m tiny.pretrain --steps 20 --out /tmp/toy
+    python -m tiny.pretrain --steps 20 --out runs/toy    a try
 
 Deep and narrow on purpose: a forward of 16 rows then costs little more than one of a single row, as on a large model whose weights are the cost.
 The result is an ordinary checkpoint directory. It needs `pip install tokenizers` beside requirements.txt.
