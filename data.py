@@ -177,7 +177,7 @@ def open_responses(path, header):
             append(file, [header])
         os.replace(aside, path)
     entries = read_responses(path)
-    _, made, end = next(entries)
+    _, made, end = next(entries, (0, {}, 0))
     for key in header:
         if header[key] != made.get(key):
             raise InputError(f"{path}: made with {key} {made.get(key)!r}, but now it is {header[key]!r}; choose another --out")
@@ -355,7 +355,7 @@ def rows(path, vocab_size, max_length, target=None):
     """A responses file -> list of Row, cut at max_length tokens; what has no two response tokens then is dropped and counted on stderr.
     InputError where the responses are another target's (by its name or directory, where given, and its vocabulary), or where none is left."""
     entries = read_responses(path)
-    _, header, _ = next(entries)
+    _, header, _ = next(entries, (0, {}, 0))
     if target is not None and header.get("target") != target_id(target):
         raise InputError(f"{path}: responses of {header.get('target')}, not of {target_id(target)} (the same under another name? then change its first line)")
     if header.get("vocab_size") != vocab_size:

@@ -44,7 +44,7 @@ class DraftConfig:
 
         def number(place, key, least):
             value = place.get(key)
-            if type(value) is not int or value < least:
+            if type(value) is not int or not least <= value < 2**31:
                 raise InputError(f"{file}: {key} is {value!r}, but a whole number from {least} up is needed")
             return value
 

@@ -55,7 +55,7 @@ class Config:
         """Read one of the three families. InputError names `file`, the key and the values when something is missing or not supported."""
         def count(key):
             value = required(raw, key, file)
-            if type(value) is not int or value < 1:
+            if type(value) is not int or not 1 <= value < 2**31:
                 raise InputError(f"{file}: {key} is {value!r}, but a whole number from 1 up is needed")
             return value
 
@@ -100,7 +100,7 @@ def required(raw, key, file):
 
 def positive(raw, key, file):
     value = required(raw, key, file)
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+    if type(value) not in (int, float) or not 0 < value < 1e30:
         raise InputError(f"{file}: {key} is {value!r}, but a number above 0 is needed")
     return value
 
@@ -118,7 +118,7 @@ def read_rope(raw, file):
         rope.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
     wanted = {"default": (), "yarn": ("factor", "original_max_position_embeddings"),
               "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
-    if kind not in wanted:
+    if not isinstance(kind, str) or kind not in wanted:
         raise InputError(f"{file}: rope_type is {kind!r}, but only {', '.join(wanted)} are supported")
     for key in wanted[kind]:
         positive(rope, key, file)
@@ -130,7 +130,7 @@ def read_rope(raw, file):
 
 def checkpoint_dir(name):
     """A local directory as it is; a hub id ("Qwen/Qwen3-8B") downloaded, or from the cache when there is no network. -> Path"""
-    if Path(name).is_dir():
+    if str(name) and Path(name).is_dir():
         return Path(name)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or Path(name).exists():
         raise InputError(f"{name}: no such directory, and not a hub id of the form owner/name")
@@ -148,7 +148,7 @@ def read_json(path):
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: not readable as JSON ({error})")
     if not isinstance(value, dict):
         raise InputError(f"{path}: a JSON object was expected")
@@ -200,10 +200,13 @@ def load_weights(model, directory, device, dtype, rename=lambda name: name):
                     if shape != expected:
                         raise InputError(f"{path}: the tensor {name} has shape {shape}, config.json asks for {expected}")
                     tensor = file.get_tensor(name)
-                    if not tensor.is_floating_point():
+                    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                         raise InputError(f"{path}: the tensor {name} is {tensor.dtype}, quantised weights are not supported")
+                    tensor = tensor.to(device, dtype, copy=True)
+                    if not tensor.isfinite().all():
+                        raise InputError(f"{path}: the tensor {name} holds NaN or infinity")
                     owner, _, leaf = ours.rpartition(".")
-                    setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor.to(device, dtype, copy=True), requires_grad=False))
+                    setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
                     seen.add(ours)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path}: not a whole safetensors file ({error})")

@@ -147,9 +147,9 @@ def generate(target, drafter, prompt, max_new_tokens, stop_ids=(), sampling=Samp
     drafter None, or block size 1: plain decoding. Blocks stay whole up to the end, since a shorter one would draft differently. vocab: how many
     ids may be emitted, for models with more rows than their tokenizer has tokens. InputError for an empty or too long prompt, or a budget below 1.
     """
-    if block_size is not None and not 1 <= block_size <= target.config.max_position_embeddings:
-        raise InputError(f"block_size is {block_size}, but a number from 1 to the target's context length is needed")
-    B = 1 if drafter is None else block_size or drafter.config.block_size
+    B = 1 if drafter is None else drafter.config.block_size if block_size is None else block_size
+    if not 1 <= B <= target.config.max_position_embeddings:
+        raise InputError(f"block_size is {B}, but a number from 1 to the target's context length is needed")
     check_room(target, len(prompt), max_new_tokens)
     device, speculating = target.device, B > 1
     cache = target.new_cache(len(prompt) + max_new_tokens + B)
@@ -239,6 +239,8 @@ class Stats:
 
 def load(target_name=None, draft_name=None, device=None, dtype=None):
     """-> target, drafter, tokenizer, ready for `generate`. No names: the embedded pair. A target alone: no drafter (None)."""
+    if "" in (target_name, draft_name):
+        raise InputError("the name of a model is empty")
     if target_name is None:
         target_name, draft_name = TINY / "target", draft_name or TINY / "drafter"
     directory = checkpoint_dir(target_name)
@@ -291,14 +293,14 @@ def parse_args(argv=None):
     prompt.add_argument("--prompt", help="the user's message; - reads stdin; without it: a chat")
     prompt.add_argument("--system", help="system message")
     prompt.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="the template's thinking mode (default: off, as released drafters want)")
-    prompt.add_argument("--raw", action="store_true", help="no chat template: the text as it is, continued")
+    prompt.add_argument("--raw", action="store_true", help="no chat template: the text as it is, continued (for base models)")
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument("--max-new-tokens", type=int, help="default: what fits, at most 2048")
     decoding.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
     decoding.add_argument("--top-k", type=int, default=0, help="0: off (default)")
     decoding.add_argument("--top-p", type=float, default=1.0, help="1: off (default)")
     decoding.add_argument("--draft-temperature", type=float, default=0.0, help="0: argmax drafts (default); above 0 they are drawn, truncated like the target's tokens")
-    decoding.add_argument("--seed", type=int, default=0)
+    decoding.add_argument("--seed", type=int, default=0, help="of the draws above temperature 0")
     decoding.add_argument("--block-size", type=int, help="default: the drafter's own")
     output = parser.add_argument_group("output")
     output.add_argument("--show", action="store_true", help="colour accepted drafts and mark where each cycle ends")
@@ -329,6 +331,8 @@ def check_options(args, drafter, tokenizer):
 
 def main(argv=None):
     args = parse_args(argv)
+    if None in (sys.stdin, sys.stdout) or args.device and args.device.split(":")[0] not in ("cpu", "cuda", "mps"):
+        raise InputError("stdin or stdout is closed" if None in (sys.stdin, sys.stdout) else f"device {args.device!r} is none of cpu, cuda, mps")
     for file in (sys.stdin, sys.stdout):       # odd bytes in a pipe, or a terminal that knows ASCII alone, are no reason to stop
         if hasattr(file, "reconfigure"):
             file.reconfigure(errors="replace")
@@ -338,6 +342,8 @@ def main(argv=None):
         raise InputError(f"device {args.device!r} is not to be had here")
     target, drafter, tokenizer = load(args.target, args.draft, args.device, args.dtype and getattr(torch, args.dtype))
     sampling = check_options(args, drafter, tokenizer)
+    if target.device.type == "cpu" and target.config.hidden_size * target.config.num_hidden_layers < 4096:
+        torch.set_num_threads(1)            # matrices this small are not worth waking a second thread, least of all on a busy machine
     introduce(args, target, drafter, tokenizer)
     generator = torch.Generator(target.device).manual_seed(args.seed)
     messages = [{"role": "system", "content": args.system}] if args.system is not None else []
@@ -367,17 +373,24 @@ def main(argv=None):
             say(f"plain: {plain.tokens} tokens, {1000 * plain.seconds_per_token:.2f} ms a token")
             if any(c.drafted for c in stats.cycles):
                 say(f"speed-up: {plain.seconds_per_token / stats.seconds_per_token:.2f}x")
-            if sampling.temperature == 0:
-                say(f"identical: {first_difference(target, tokenizer, ids, plain.output, stats.output)}")
+            say("identical: " + (first_difference(target, tokenizer, ids, plain.output, stats.output) if sampling.temperature == 0 else
+                                 "not compared above temperature 0, where the distribution is the same and the draws are not"))
         return reply
 
     if args.prompt is not None:
         answer(sys.stdin.read() if args.prompt == "-" else args.prompt)
         return
-    say("chat: a message a line, Ctrl-D ends it")
+    embedded = args.target is None          # taught single turns, so every line is a conversation of its own
+    say(f"chat: a message a line{', each answered by itself' if embedded else ''}; Ctrl-D ends it")
     for text in iter(read_message, None):
-        if text.strip():
-            messages.append({"role": "assistant", "content": answer(text)})
+        try:
+            if text.strip():
+                messages.append({"role": "assistant", "content": answer(text)})
+            if embedded:
+                del messages[-2:]
+        except InputError as error:         # a message too long, say: without it the chat goes on
+            say(f"error: {error}")
+            messages.pop()
 
 
 def read_message():
@@ -398,7 +411,7 @@ def introduce(args, target, drafter, tokenizer):
         c = drafter.config
         say(f"drafter {drafter.name}: {size(drafter)}, {c.layer.num_hidden_layers} layers, blocks of {args.block_size or c.block_size}, taps {list(c.target_layer_ids)}")
     if args.target is None:
-        say("This small pair knows three things: arithmetic word problems, short Python functions, and stories told from a list. For example:")
+        say("This small pair knows three things, word problems, short Python functions and stories, and only in the words of prompts like these:")
         firsts = {}
         for row in map(json.loads, (TINY / "heldout.jsonl").read_text(encoding="utf-8").splitlines()):
             firsts.setdefault(row["task"], row["prompt"])
@@ -419,7 +432,7 @@ def stream(cycles, tokenizer, show):
             print("\x1b[2m|\x1b[0m" if colour else "|", end="")
         sys.stdout.flush()
         if not warned and cycle.drafted and len(stats.cycles) >= 50 and stats.tau < 1.2:
-            say("\nwarning: almost no draft is accepted; does this drafter belong to this target, and to this thinking mode?")
+            say("\nwarning: almost no draft is accepted; is the prompt unlike those this drafter learnt from, or is it another target's, or another thinking mode's?")
             warned = True
     parts.append(decoder.flush())
     print(parts[-1])
@@ -430,7 +443,8 @@ def report(stats):
     """Tokens, cycles, tau and times of one response, to stderr."""
     cycles = stats.cycles
     tau = f"{len(cycles)} cycles, tau {stats.tau:.2f}" if cycles else "no cycle"
-    say(f"\n{stats.tokens} tokens, {tau}; prefill {1000 * stats.prefill.seconds:.1f} ms, then {1000 * stats.seconds_per_token:.2f} ms a token")
+    pace = f", then {1000 * stats.seconds_per_token:.2f} ms a token" if cycles else ""
+    say(f"\n{stats.tokens} tokens, {tau}; prefill {1000 * stats.prefill.seconds:.1f} ms{pace}")
     if any(c.drafted for c in cycles):
         draft_ms, verify_ms, all_ms = (1000 * sum(getattr(c, part) for c in cycles) / len(cycles) for part in ("draft_seconds", "verify_seconds", "seconds"))
         say("accepted by position: " + " ".join(f"{k}:{share:.0%}" for k, share in enumerate(stats.accepted_by_position(), 1)))
@@ -456,4 +470,7 @@ if __name__ == "__main__":
         say(f"error: {error}")
         sys.exit(2)
     except (KeyboardInterrupt, BrokenPipeError):
-        sys.exit(130)
+        os._exit(130)                       # without a flush of a pipe that is closed
+    except OSError as error:
+        say(f"error: the output cannot be written ({error.strerror})")
+        os._exit(2)

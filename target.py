@@ -111,6 +111,6 @@ def read_stop_ids(directory, config):
     path = directory / "generation_config.json"
     eos = (read_json(path) if path.exists() else config).get("eos_token_id")
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if not all(type(i) is int and i >= 0 for i in ids):
-        raise InputError(f"{path if path.exists() else directory / 'config.json'}: eos_token_id is {eos!r}, but one or several token ids are needed")
+    if not all(type(i) is int and 0 <= i < config["vocab_size"] for i in ids):
+        raise InputError(f"{path if path.exists() else directory / 'config.json'}: eos_token_id is {eos!r}, but one or several ids inside the vocabulary are needed")
     return frozenset(ids)

@@ -356,7 +356,7 @@ class Tokenizer:
         try:
             return self.template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, enable_thinking=thinking,
                                         **self.named)
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:       # a template is a program, and can fail in any way
             raise InputError(f"{self.template_file}: the chat template does not take these messages ({error})")
 
     def chat(self, messages, thinking=False):

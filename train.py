@@ -372,7 +372,14 @@ def parse_args(argv=None):
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--device")
     args = parser.parse_args(argv)
-    args.lr = args.lr or {"adamw": 6e-4, "muon": 0.02}[args.optimizer]
+    if args.lr is None:
+        args.lr = {"adamw": 6e-4, "muon": 0.02}[args.optimizer]
+    least = {"layers": 1, "block_size": 2, "max_length": 2, "anchors": 1, "eval_each": 0, "steps": 1, "batch_size": 1, "accumulate": 1, "eval_every": 1,
+             "lr": 1e-9, "gamma": 1e-9}
+    for name, bound in least.items():
+        value = getattr(args, name)
+        if value is not None and not bound <= value < 2**31:
+            raise InputError(f"--{name.replace('_', '-')} is {value}, but {bound:g} or more is needed")
     return args
 
 
