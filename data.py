@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from model import Config, InputError, check_dtype, checkpoint_dir, read_json
-from target import Target, read_stop_ids
+from model import Config, InputError, Parser, check_dtype, checkpoint_dir, read_json
+from target import Target, check_device, read_stop_ids
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent
@@ -383,11 +383,6 @@ def rows(path, vocab_size, max_length, target=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise InputError(f"{message}; --help lists the options")
-
-
 def parse_args(argv=None):
     parser = Parser(description="Data for training a drafter: the target's own responses to a file of prompts.")
     sub = parser.add_subparsers(dest="command", required=True).add_parser(
@@ -423,10 +418,7 @@ def parse_args(argv=None):
 
 def main(argv=None):
     args = parse_args(argv)
-    try:
-        torch.empty(0, device=args.device)
-    except (RuntimeError, AssertionError):
-        raise InputError(f"device {args.device!r} is not to be had here")
+    check_device(args.device)
     try:
         regenerate(args)
     except torch.OutOfMemoryError:

@@ -9,6 +9,7 @@ Shapes are written out as (batch, T, H) with
     V  vocab_size                      B  the drafter's block size
     heads, kv_heads: query heads, and the fewer K/V heads that groups of `group = heads / kv_heads` query heads share.
 """
+import argparse
 import json
 import math
 import re
@@ -22,6 +23,13 @@ import torch.nn.functional as F
 
 class InputError(Exception):
     """The user's input cannot be served: one clear sentence. Command lines print it to stderr and exit with code 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line whose mistakes are InputErrors, too."""
+
+    def error(self, message):
+        raise InputError(f"{message}; --help lists the options")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

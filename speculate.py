@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from draft import Drafter
-from model import Config, InputError, check_dtype, checkpoint_dir, read_json
-from target import Target
+from model import InputError, Parser, check_dtype, checkpoint_dir
+from target import Target, best_device, check_device
 from tokenizer import Tokenizer
 
 TINY = Path(__file__).resolve().parent / "tiny"
@@ -243,6 +243,7 @@ def load(target_name=None, draft_name=None, device=None, dtype=None):
         raise InputError("the name of a model is empty")
     if target_name is None:
         target_name, draft_name = TINY / "target", draft_name or TINY / "drafter"
+    check_device(device)
     directory = checkpoint_dir(target_name)
     device = torch.device(device or best_device(directory))
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
@@ -259,24 +260,8 @@ def load(target_name=None, draft_name=None, device=None, dtype=None):
     return target, drafter, tokenizer
 
 
-def best_device(directory):
-    if torch.cuda.is_available():
-        return "cuda"
-    if torch.backends.mps.is_available():
-        with torch.device("meta"):
-            target = Target(Config.from_dict(read_json(directory / "config.json"), directory / "config.json"))
-        if sum(p.numel() for p in target.parameters()) > 100e6:      # a small model is faster on the CPU
-            return "mps"
-    return "cpu"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise InputError(f"{message}; --help lists the options")
-
 
 def say(text):
     print(text, file=sys.stderr, flush=True)
@@ -331,15 +316,11 @@ def check_options(args, drafter, tokenizer):
 
 def main(argv=None):
     args = parse_args(argv)
-    if None in (sys.stdin, sys.stdout) or args.device and args.device.split(":")[0] not in ("cpu", "cuda", "mps"):
-        raise InputError("stdin or stdout is closed" if None in (sys.stdin, sys.stdout) else f"device {args.device!r} is none of cpu, cuda, mps")
+    if None in (sys.stdin, sys.stdout):
+        raise InputError("stdin or stdout is closed")
     for file in (sys.stdin, sys.stdout):       # odd bytes in a pipe, or a terminal that knows ASCII alone, are no reason to stop
         if hasattr(file, "reconfigure"):
             file.reconfigure(errors="replace")
-    try:
-        torch.empty(0, device=args.device)
-    except (RuntimeError, AssertionError, ImportError):
-        raise InputError(f"device {args.device!r} is not to be had here")
     target, drafter, tokenizer = load(args.target, args.draft, args.device, args.dtype and getattr(torch, args.dtype))
     sampling = check_options(args, drafter, tokenizer)
     if target.device.type == "cpu" and target.config.hidden_size * target.config.num_hidden_layers < 4096:
@@ -386,8 +367,8 @@ def main(argv=None):
         try:
             if text.strip():
                 messages.append({"role": "assistant", "content": answer(text)})
-            if embedded:
-                del messages[-2:]
+                if embedded:
+                    del messages[-2:]
         except InputError as error:         # a message too long, say: without it the chat goes on
             say(f"error: {error}")
             messages.pop()

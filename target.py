@@ -114,3 +114,27 @@ def read_stop_ids(directory, config):
     if not all(type(i) is int and 0 <= i < config["vocab_size"] for i in ids):
         raise InputError(f"{path if path.exists() else directory / 'config.json'}: eos_token_id is {eos!r}, but one or several ids inside the vocabulary are needed")
     return frozenset(ids)
+
+
+def best_device(directory):
+    """Where a target runs if nobody says: cuda if there, mps if it is large enough to gain, else cpu."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if torch.backends.mps.is_available():
+        with torch.device("meta"):
+            target = Target(Config.from_dict(read_json(directory / "config.json"), directory / "config.json"))
+        if sum(p.numel() for p in target.parameters()) > 100e6:
+            return "mps"
+    return "cpu"
+
+
+def check_device(name):
+    """InputError unless `name` is a device that these models run on and that is to be had here; None, the default, always is."""
+    if name is None:
+        return
+    try:
+        if torch.device(name).type not in ("cpu", "cuda", "mps"):
+            raise RuntimeError
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, ImportError):
+        raise InputError(f"device {str(name)!r} is not to be had here: cpu, or cuda or mps where there is one")

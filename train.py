@@ -27,8 +27,8 @@ from tqdm import tqdm
 
 import data
 from draft import DraftConfig, Drafter, default_target_layer_ids
-from model import InputError
-from speculate import Parser, Stats, TINY, generate, load, say
+from model import InputError, Parser
+from speculate import Stats, TINY, generate, load, say
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -25,18 +25,6 @@ OFTEN = range(0, 290, 9)        # stop ids that a random model meets soon
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    made = {}
-
-    def get(kind, **options):
-        key = kind, repr(options)
-        if key not in made:
-            made[key] = toys.write_target(tmp_path_factory.mktemp(kind), kind, **options)
-        return made[key]
-    return get
-
-
-@pytest.fixture(scope="session")
 def small(checkpoint):
     """A target for the command line: two layers, and a stop id that it meets now and then."""
     directory = checkpoint("qwen3-padded", num_hidden_layers=2, max_position_embeddings=256)

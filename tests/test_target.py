@@ -19,19 +19,6 @@ IDS = torch.tensor([[5, 77, 260, 31, 8, 199, 264, 100, 42, 11, 281, 90]])
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    """checkpoint(kind, **options) -> directory, written once. Not to be changed: see `broken`."""
-    made = {}
-
-    def get(kind, **options):
-        key = kind, repr(options)
-        if key not in made:
-            made[key] = toys.write_target(tmp_path_factory.mktemp(kind), kind, **options)
-        return made[key]
-    return get
-
-
-@pytest.fixture(scope="session")
 def target_of(checkpoint):
     """target_of(kind, **options) -> Target in fp32, loaded once."""
     made = {}
