@@ -9,8 +9,7 @@ the token ids they were made of and never rendered again: text that goes through
 
 A responses file is JSON lines. The first one, the header, says what made the others: target, vocabulary, template, sampling. Then, as they come,
     {"line": 17, "prompt_ids": [...], "response_ids": [...], "prompt": "..."}
-with the prompt's line number and its `task` where it has one, `cut: true` where the budget ended the response, `reencoded: true` where a server
-gave text alone. The same command goes on where a file stops; `rows` reads it for training.
+with the prompt's line number, its `task` where it has one, `cut: true` where the budget ended it, `reencoded: true` where a server gave text alone.
 """
 import argparse
 import concurrent.futures
@@ -19,12 +18,13 @@ import hashlib
 import http.client
 import json
 import os
+import re
 import sys
 import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,7 @@ from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent
 FORMAT = "nanodflash responses 1"
+URL = r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[^\s?#]*)?"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -85,11 +86,11 @@ def move(cache, kept, max_len):
         for layer in range(len(old)):
             new[layer, :, :, :cache.length] = old[layer, :, :, :cache.length][kept]
         setattr(cache, name, new)
-    cache.max_len = max_len
+    cache.layers, cache.max_len = list(zip(cache.k, cache.v)), max_len
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Prompts: JSON lines with `prompt` or `messages`, or plain text, a prompt a line
+# Files: prompts, which are JSON lines with `prompt` or `messages`, or plain text, a prompt a line; and the responses file
 
 def prompt_lines(path):
     """-> (number, bytes) of every line that is not blank."""
@@ -105,19 +106,15 @@ def prompt_lines(path):
 
 def json_object(line):
     """Bytes or text -> the JSON object in it, or None."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+        return value if isinstance(value, dict) else None
 
 
 def read_prompts(path, lines, done, tokenizer, thinking, longest):
     """Yield the beginning of its row in the responses file for each of `lines` not in `done`; one without a prompt is named and passed over."""
     as_json = Path(path).suffix in (".jsonl", ".ndjson", ".json") or json_object(lines[0][1]) is not None
-    for number, line in lines:
-        if number in done:
-            continue
+    for number, line in (entry for entry in lines if entry[0] not in done):
         try:
             given = json_object(line) if as_json else {"prompt": line.decode("utf-8")}
             if given is None or ("prompt" in given) == ("messages" in given):
@@ -144,9 +141,6 @@ def open_turn(messages):
     return messages
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The responses file
-
 def read_responses(path):
     """Yield (line number, object, offset behind it) of a responses file, the header first. A half-written last line is passed over."""
     end = 0
@@ -167,25 +161,34 @@ def read_responses(path):
         raise InputError(f"{path}: empty, not a responses file")
 
 
-def open_responses(path, header):
-    """Make a responses file, or open the one that is there to go on with it -> file at its end, and the prompt lines it holds answers to."""
-    path = Path(path)
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(path.name + ".tmp")
-        with open(aside, "wb") as file:
-            append(file, [header])
-        os.replace(aside, path)
-    entries = read_responses(path)
-    _, made, end = next(entries, (0, {}, 0))
-    for key in header:
-        if header[key] != made.get(key):
-            raise InputError(f"{path}: made with {key} {made.get(key)!r}, but now it is {header[key]!r}; choose another --out")
-    done = set()
-    for _, row, end in entries:
-        done.add(row.get("line"))
-    os.truncate(path, end)
-    return open(path, "ab"), done
+@contextlib.contextmanager
+def open_responses(path, header, done):
+    """Make a responses file, or go on with the one that is there: its prompts' line numbers are put into `done` -> file at its end, nobody else's."""
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: not writable (not a regular file)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        try:
+            import fcntl
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)       # it ends with this process, whatever ends that
+        except BlockingIOError:
+            raise InputError(f"{path}: another run is writing to it; choose another --out")
+        except (ImportError, OSError):                             # Windows; a file system without locks
+            pass
+        if file.tell() == 0:            # new, or a run was killed before it wrote anything
+            try:
+                append(file, [header])
+            except OSError:
+                path.unlink()
+                raise
+        _, made, end = next(entries := read_responses(path), (0, {}, 0))
+        for key in header:
+            if header[key] != made.get(key):
+                raise InputError(f"{path}: made with {key} {made.get(key)!r}, but now it is {header[key]!r}; choose another --out")
+        for _, row, end in entries:
+            done.add(row.get("line"))
+        os.truncate(path, end)          # a half-written last line
+        yield file
 
 
 def append(file, rows):
@@ -219,7 +222,7 @@ def local_answers(target, vocab, prompts, args, stop_ids, generator):
             yield [row_of(prompt, response, stop_ids) for prompt, response in zip(batch, responses)]
 
 
-FAULTS = OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError      # the network's; an answer in another form
+FAULTS = OSError, http.client.HTTPException, ValueError, LookupError, ArithmeticError, TypeError, AttributeError      # the network's, or the answer's
 TRIES, TIMEOUT, FAILURES = 5, 600, 20      # tries a request, seconds a try; prompts that fail in a row before the server is given up
 
 
@@ -306,29 +309,36 @@ def regenerate(args):
         device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = getattr(torch, args.dtype or ("float32" if device == "cpu" else "bfloat16"))
         check_dtype(dtype)
-    lines = prompt_lines(args.prompts)
-    file, done = open_responses(args.out, {
+    lines, done = prompt_lines(args.prompts), set()
+    header = {
         "format": FORMAT, "target": target_id(args.target), "vocab_size": config.vocab_size, "stop_ids": sorted(stop_ids),
         "template": "raw" if not tokenizer.has_template else "chat" if not tokenizer.has_thinking else "thinking" if args.thinking else "no thinking",
         "max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed,
         "engine": f"server, model {args.model}" if args.base_url else f"target.py, {str(dtype).removeprefix('torch.')}",
-        "prompts": Path(args.prompts).name, "prompts_sha256": hashlib.sha256(b"".join(line + b"\n" for _, line in lines)).hexdigest()})
+        "prompts": Path(args.prompts).name, "prompts_sha256": hashlib.sha256(b"".join(line + b"\n" for _, line in lines)).hexdigest()}
     lines = lines[:args.limit]
     prompts = read_prompts(args.prompts, lines, done, tokenizer, bool(args.thinking), limit - args.max_new_tokens)
-    if args.base_url:
-        answers = server_answers(prompts, args, tokenizer, stop_ids)
-    else:
-        target = Target.load(args.target, device, dtype)
-        generator = torch.Generator(device).manual_seed(args.seed + len(done))      # a resumed run does not draw the same numbers again
-        answers = local_answers(target, tokenizer.size, prompts, args, stop_ids, generator)
-    made, cut, tokens, began = len(done), 0, 0, time.perf_counter()
-    with file, tqdm(total=len(lines), initial=made, unit="row", file=sys.stderr) as bar:
-        for rows in answers:
-            append(file, rows)
-            made, cut, tokens = made + len(rows), cut + sum("cut" in row for row in rows), tokens + sum(len(row["response_ids"]) for row in rows)
-            bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s", refresh=False)
-            bar.update(len(rows))
+    first = next(prompts, None)
+    if first is None:
+        raise InputError(f"{args.prompts}: there is no prompt in it that can be used")
+    with open_responses(args.out, header, done) as file:
+        prompts = chain([] if first["line"] in done else [first], prompts)
+        if args.base_url:
+            answers = server_answers(prompts, args, tokenizer, stop_ids)
+        else:
+            target = Target.load(args.target, device, dtype)
+            generator = torch.Generator(device).manual_seed(args.seed + len(done))      # a resumed run does not draw the same numbers again
+            answers = local_answers(target, tokenizer.size, prompts, args, stop_ids, generator)
+        made, cut, tokens, began = len(done), 0, 0, time.perf_counter()
+        with tqdm(total=len(lines), initial=made, unit="row", file=sys.stderr) as bar:
+            for rows in answers:
+                append(file, rows)
+                made, cut, tokens = made + len(rows), cut + sum("cut" in row for row in rows), tokens + sum(len(row["response_ids"]) for row in rows)
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s", refresh=False)
+                bar.update(len(rows))
     say(f"{args.out}: {made} responses, {len(lines) - made} of {len(lines)} prompts skipped; now made: {tokens:,} tokens, {cut} responses cut by the budget")
+    if not made:
+        raise InputError(f"{args.base_url}: the server answered none of the prompts; the same command asks again")
 
 
 def say(text):
@@ -347,8 +357,7 @@ class Row:
 
     @property
     def loss_mask(self):
-        """(T) bool: True for the response, its stop token included."""
-        return np.arange(len(self.ids)) >= self.prompt_length
+        return np.arange(len(self.ids)) >= self.prompt_length      # (T) bool: True for the response, its stop token included
 
 
 def rows(path, vocab_size, max_length, target=None):
@@ -389,7 +398,7 @@ def parse_args(argv=None):
         "regenerate", help="have the target answer every prompt", description="Have the target answer every prompt; go on where a stopped run left off.")
     files = sub.add_argument_group("files")
     files.add_argument("--prompts", required=True, help="JSON lines with prompt or messages, or plain text, a prompt a line")
-    files.add_argument("--out", required=True, help="responses file; one that is there is gone on with")
+    files.add_argument("--out", type=Path, required=True, help="responses file; one that is there is gone on with")
     files.add_argument("--limit", type=int, help="only the first so many prompts")
     model = sub.add_argument_group("target")
     model.add_argument("--target", default=str(ROOT / "tiny" / "target"), help="checkpoint directory or hub id (default: the embedded one)")
@@ -407,11 +416,13 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     for name, least in (("limit", 1), ("max_new_tokens", 1), ("batch_size", 1), ("temperature", 0)):
         value = getattr(args, name)
-        if value is not None and not least <= value < float("inf"):
+        if value is not None and not least <= value < 2**31:
             raise InputError(f"--{name.replace('_', '-')} is {value}, but a number from {least} up is needed")
+    if not -2**63 <= args.seed < 2**63:
+        raise InputError(f"--seed is {args.seed}, but it has to fit 64 bits")
     if (args.base_url is None) != (args.model is None):
         raise InputError("--base-url and --model, the target's name there, need each other")
-    if args.base_url is not None and (args.device or args.dtype or not args.base_url.startswith(("http://", "https://"))):
+    if args.base_url is not None and (args.device or args.dtype or not re.fullmatch(URL, args.base_url)):
         raise InputError("--base-url is something like http://HOST:8000/v1, and --device and --dtype change nothing with it")
     return args
 
@@ -430,12 +441,10 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
-        code = 0
+        os._exit(0)     # what was made is on the disk; threads that wait for a server would hold up sys.exit
     except InputError as error:
         say(f"error: {error}")
-        code = 2
+        os._exit(2)
     except KeyboardInterrupt:
         say("stopped; the same command goes on from here")
-        code = 130
-    sys.stderr.flush()
-    os._exit(code)      # what was made is on the disk; threads that wait for a server would hold up sys.exit
+        os._exit(130)

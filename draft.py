@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn as nn
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from model import Config, DecoderLayer, InputError, KVCache, RMSNorm, Rotary, checkpoint_dir, load_weights, read_json
 
@@ -157,14 +157,25 @@ class Drafter(nn.Module):
         return drafter.eval()
 
     def save(self, directory):
-        """config.json and model.safetensors (bf16), each written aside and renamed."""
+        """config.json and model.safetensors (bf16), each written aside, synced, then renamed: a kill leaves the drafter that was there, or this one.
+
+        The weights go first, so that a config.json always has its weights. An older one that says something else is taken away before them: in the
+        moment between, there is no drafter, which `load` says, but never one whose weights stand under another's config.
+        """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        save_file({name: p.detach().to("cpu", torch.bfloat16) for name, p in self.named_parameters()}, directory / "model.safetensors.tmp",
-                  metadata={"format": "pt"})
-        (directory / "config.json.tmp").write_text(json.dumps(self.config.to_dict(), indent=1) + "\n")
-        for file in ("model.safetensors", "config.json"):
-            os.replace(directory / f"{file}.tmp", directory / file)
+        weights = {name: p.detach().to("cpu", torch.bfloat16) for name, p in self.named_parameters()}
+        files = {"model.safetensors": save(weights, metadata={"format": "pt"}), "config.json": json.dumps(self.config.to_dict(), indent=1).encode() + b"\n"}
+        for name, content in files.items():
+            with open(directory / f"{name}.tmp", "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        config = directory / "config.json"
+        if config.exists() and config.read_bytes() != files["config.json"]:
+            config.unlink()
+        for name in files:
+            os.replace(directory / f"{name}.tmp", directory / name)
 
     def check_fits(self, target, stop_ids=()):
         """InputError unless this drafter was made for a model of the target's shape, and its mask is a token that no text holds."""

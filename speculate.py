@@ -12,15 +12,19 @@ tau, the tokens a cycle commits, lies between 1 and B. The output is the target'
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))      # Ctrl-C ends it without a traceback, in the seconds that torch's import takes, too
+
 import torch
 
 from draft import Drafter
-from model import InputError, Parser, check_dtype, checkpoint_dir
+from model import InputError, Parser, checkpoint_dir
 from target import Target, best_device, check_device
 from tokenizer import Tokenizer
 
@@ -247,15 +251,13 @@ def load(target_name=None, draft_name=None, device=None, dtype=None):
     directory = checkpoint_dir(target_name)
     device = torch.device(device or best_device(directory))
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    check_dtype(dtype)
     tokenizer = Tokenizer.load(directory)
     target = Target.load(target_name, device, dtype)
     if tokenizer.size > target.config.vocab_size:
         raise InputError(f"{directory}: the tokenizer has {tokenizer.size} ids, but config.json's vocab_size is {target.config.vocab_size}")
     target.stop_ids |= tokenizer.stop_ids
-    drafter = None
-    if draft_name is not None:
-        drafter = Drafter.load(draft_name, device, dtype)
+    drafter = Drafter.load(draft_name, device, dtype) if draft_name is not None else None
+    if drafter:
         drafter.check_fits(target, target.stop_ids)
     return target, drafter, tokenizer
 
@@ -335,9 +337,8 @@ def main(argv=None):
             raise InputError("the prompt is empty")
         messages.append({"role": "user", "content": text})
         ids = tokenizer.encode_raw(text) if args.raw else tokenizer.chat(messages, bool(args.thinking))
-        budget = args.max_new_tokens
-        if budget is None:
-            budget = max(1, min(2048, target.config.max_position_embeddings - len(ids)))
+        room = target.config.max_position_embeddings - len(ids)
+        budget = max(1, min(2048, room)) if args.max_new_tokens is None else args.max_new_tokens
         check_room(target, len(ids), budget)
 
         def cycles(drafter, budget=budget):
@@ -361,47 +362,39 @@ def main(argv=None):
     if args.prompt is not None:
         answer(sys.stdin.read() if args.prompt == "-" else args.prompt)
         return
-    embedded = args.target is None          # taught single turns, so every line is a conversation of its own
-    say(f"chat: a message a line{', each answered by itself' if embedded else ''}; Ctrl-D ends it")
-    for text in iter(read_message, None):
+    say(f"chat: a message a line{', each answered by itself' if args.target is None else ''}; Ctrl-D ends it")
+    while True:
         try:
+            text = input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
             if text.strip():
                 messages.append({"role": "assistant", "content": answer(text)})
-                if embedded:
+                if args.target is None:     # the embedded pair was taught single turns: every line is a conversation of its own
                     del messages[-2:]
+        except EOFError:
+            return
         except InputError as error:         # a message too long, say: without it the chat goes on
             say(f"error: {error}")
             messages.pop()
 
 
-def read_message():
-    try:
-        return input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
-    except EOFError:
-        return None
-
-
 def introduce(args, target, drafter, tokenizer):
     """What is loaded, and what ends a response; for the embedded pair also what it knows."""
-    def size(model):
-        return f"{sum(p.numel() for p in model.parameters()) / 1e6:,.1f}M parameters"
-
+    sizes = [f"{sum(p.numel() for p in model.parameters()) / 1e6:,.1f}M parameters" for model in (target, drafter) if model]
     stops = " ".join(f"{tokenizer.decode([i], skip_special=False)} ({i})" for i in sorted(target.stop_ids))
-    say(f"target {target.name}: {size(target)}, {target.device.type}, {str(target.dtype).removeprefix('torch.')}; stops at {stops or 'the budget alone'}")
+    say(f"target {target.name}: {sizes[0]}, {target.device.type}, {str(target.dtype).removeprefix('torch.')}; stops at {stops or 'the budget alone'}")
     if drafter:
         c = drafter.config
-        say(f"drafter {drafter.name}: {size(drafter)}, {c.layer.num_hidden_layers} layers, blocks of {args.block_size or c.block_size}, taps {list(c.target_layer_ids)}")
+        say(f"drafter {drafter.name}: {sizes[1]}, {c.layer.num_hidden_layers} layers, blocks of {args.block_size or c.block_size}, taps {list(c.target_layer_ids)}")
     if args.target is None:
-        say("This small pair knows three things, word problems, short Python functions and stories, and only in the words of prompts like these:")
-        firsts = {}
-        for row in map(json.loads, (TINY / "heldout.jsonl").read_text(encoding="utf-8").splitlines()):
-            firsts.setdefault(row["task"], row["prompt"])
-        say("".join(f"  {prompt}\n" for prompt in firsts.values()))
+        say("this pair knows word problems, short Python functions and stories, and only in words like these:")
+        rows = [json.loads(line) for line in (TINY / "heldout.jsonl").read_text(encoding="utf-8").splitlines()]
+        for prompt in {row["task"]: row["prompt"] for row in reversed(rows)}.values():       # the first of each task
+            say(f"  {prompt}")
 
 
 def stream(cycles, tokenizer, show):
     """Print the answer as it comes -> its text, Stats."""
-    stats, decoder, parts, warned = Stats(), tokenizer.stream(), [], False
+    stats, decoder, parts = Stats(), tokenizer.stream(), []
     colour = show and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for cycle in cycles:
         stats.add(cycle)
@@ -412,9 +405,8 @@ def stream(cycles, tokenizer, show):
         if show and not cycle.prefill:
             print("\x1b[2m|\x1b[0m" if colour else "|", end="")
         sys.stdout.flush()
-        if not warned and cycle.drafted and len(stats.cycles) >= 50 and stats.tau < 1.2:
+        if cycle.drafted and len(stats.cycles) == 50 and stats.tau < 1.2:
             say("\nwarning: almost no draft is accepted; is the prompt unlike those this drafter learnt from, or is it another target's, or another thinking mode's?")
-            warned = True
     parts.append(decoder.flush())
     print(parts[-1])
     return "".join(parts), stats
@@ -428,7 +420,8 @@ def report(stats):
     say(f"\n{stats.tokens} tokens, {tau}; prefill {1000 * stats.prefill.seconds:.1f} ms{pace}")
     if any(c.drafted for c in cycles):
         draft_ms, verify_ms, all_ms = (1000 * sum(getattr(c, part) for c in cycles) / len(cycles) for part in ("draft_seconds", "verify_seconds", "seconds"))
-        say("accepted by position: " + " ".join(f"{k}:{share:.0%}" for k, share in enumerate(stats.accepted_by_position(), 1)))
+        shares = [f"{k}:{share:.0%}" for k, share in enumerate(stats.accepted_by_position(), 1) if share > 0]
+        say("accepted by position: " + (" ".join(shares) or "none"))
         say(f"a cycle: draft {draft_ms:.2f} ms, verify {verify_ms:.2f} ms, all {all_ms:.2f} ms")
 
 

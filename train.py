@@ -1,6 +1,8 @@
 """Train a drafter for a frozen target on the target's own responses (DFlash, arXiv 2602.06036, section 4).
 
-    python train.py --target ID --data responses.jsonl --out DIR       responses come from data.py
+    python train.py                                                  the embedded target, about ten minutes on a laptop
+    python train.py --target ID --data responses.jsonl --out DIR     responses come from data.py; the paper's recipe
+    torchrun --nproc_per_node=N train.py ...                         on several GPUs
 
 One step: the target reads whole conversations and leaves its features; anchors are drawn among the response tokens; from each anchor starts a block
 [anchor, MASK * (B - 1)] and all blocks of a sequence are filled in ONE forward over a mask that shows each block just what it will see when it is used:
@@ -8,27 +10,26 @@ the features before its anchor, and itself. The loss is cross-entropy, weighted 
 
     S tokens of a sequence    N anchors of a sequence    B block size    Q = N * B rows of all blocks    g = B - 1 drafts
 """
-import argparse
-import json
+import contextlib
+import copy
+import functools
+import itertools
 import math
 import os
 import random
-import signal
-import sys
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, fields
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-import data
-from draft import DraftConfig, Drafter, default_target_layer_ids
-from model import InputError, Parser
-from speculate import Stats, TINY, generate, load, say
+from model import InputError
+from speculate import Stats, generate
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -53,6 +54,9 @@ class Batch:
     positions: torch.Tensor   # (batch, Q)
     labels: torch.Tensor      # (batch, N, g): the token that slot 1 .. g stands for
     valid: torch.Tensor       # (batch, N, g): whether that slot has a loss
+
+    def to(self, device):
+        return Batch(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
 
 
 def make_batch(rows, anchors, N, B, mask_token_id, multiple=16):
@@ -89,6 +93,20 @@ def block_mask(anchors, S, B):
     return mask_mod
 
 
+def visible(anchors, S, B):
+    """The step's mask: on CUDA FlexAttention's BlockMask, which skips what no block sees; elsewhere the same rule, dense, (batch, 1, Q, S + Q) bool."""
+    (batch, N), mask_mod = anchors.shape, block_mask(anchors, S, B)
+    if anchors.is_cuda:
+        return compiled_block_mask()(mask_mod, batch, None, N * B, S + N * B, device=anchors.device)
+    return create_mask(mask_mod, batch, 1, N * B, S + N * B, device=anchors.device)
+
+
+@functools.cache
+def compiled_block_mask():
+    """Uncompiled, create_block_mask makes the dense mask first: gigabytes."""
+    return torch.compile(create_block_mask, fullgraph=True, dynamic=False)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Loss and metrics
 
@@ -112,11 +130,14 @@ def slot_weights(kind, gamma, label_probs):
     return reached.flip(-1).cumsum(-1).flip(-1)
 
 
-def label_losses(hidden, head_weight, labels, chunk=1024):
+def label_losses(hidden, head_weight, labels, chunk=None):
     """Cross-entropy of each row, hidden (R, H), labels (R) -> losses (R), and whether the label was the argmax (R).
 
-    The head runs in chunks that are computed again in the backward pass: the logits of all rows are never in memory at once.
+    The head runs in chunks of rows that are computed again in the backward pass: the logits of all rows are never in memory at once. By default a chunk
+    has 9 million logits, on CUDA 128 million: 36 and 512 MB in fp32, of which the backward pass takes some seven. (Malloc keeps pieces below 32 MB.)
     """
+    chunk = chunk or max(1, (2**27 if hidden.is_cuda else 9 * 10**6) // len(head_weight))
+
     def piece(rows, wanted):
         logits = F.linear(rows, head_weight).float()
         return F.cross_entropy(logits, wanted, reduction="none"), logits.detach().argmax(-1) == wanted
@@ -127,23 +148,22 @@ def label_losses(hidden, head_weight, labels, chunk=1024):
     return torch.cat([loss for loss, _ in pieces]), torch.cat([hit for _, hit in pieces])
 
 
-def simulated_tau(correct, valid):
-    """1 + the mean, over blocks with any label, of the correct prefix's length. correct, valid (batch, N, g)."""
-    prefix = (correct & valid).long().cumprod(-1).sum(-1)
-    return 1 + prefix[valid.any(-1)].float().mean().nan_to_num(0.0)
+def correct_prefixes(correct, valid):
+    """correct, valid (blocks, g) -> summed length of the blocks' correct beginnings, number of blocks with any label. Simulated tau is 1 + their ratio."""
+    return (correct & valid).long().cumprod(-1).sum(), valid.any(-1).sum()
 
 
-def block_loss(target, drafter, batch, kind, gamma):
-    """One forward of all blocks -> sum of w * CE (with gradient), sum of w, correct (batch, N, g)."""
+def block_loss(target, drafter, batch, kind, gamma, forward=None):
+    """One forward of all blocks -> sum of w * CE (with gradient), sum of w, correct (batch, N, g). `forward`: the drafter, wrapped or compiled."""
+    device, B, S = batch.ids.device, drafter.config.block_size, batch.ids.shape[1]
     with torch.no_grad():
         _, features = target(batch.ids, taps=drafter.config.target_layer_ids, last_only=True)
         blocks = target.embed(batch.block_ids)
-    B, S, Q = drafter.config.block_size, batch.ids.shape[1], batch.block_ids.shape[1]
-    mask = create_mask(block_mask(batch.anchors, S, B), len(batch.ids), 1, Q, S + Q, device=batch.ids.device)
-    hidden = drafter(blocks, features, batch.positions, mask)
-    slots = hidden.unflatten(1, (-1, B))[:, :, 1:]                             # (batch, N, g, H)
-    losses, hits = label_losses(slots[batch.valid], target.head_weight, batch.labels[batch.valid])
-    probs = torch.ones(batch.valid.shape, device=losses.device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
+        hidden = (forward or drafter)(blocks, features, batch.positions, visible(batch.anchors, S, B))
+        slots = hidden.unflatten(1, (-1, B))[:, :, 1:]                         # (batch, N, g, H)
+        losses, hits = label_losses(slots[batch.valid], target.head_weight, batch.labels[batch.valid])
+    probs = torch.ones(batch.valid.shape, device=device)
     probs[batch.valid] = (-losses.detach()).exp()
     weights = slot_weights(kind, gamma, probs)[batch.valid]
     correct = torch.zeros_like(batch.valid)
@@ -206,186 +226,90 @@ def plan(rows, batch_size, seed, epoch):
     return batches
 
 
-def schedule(rows, args, first):
-    """-> (step, epoch, row numbers) from step `first` on, epoch after epoch."""
-    step, epoch = 0, 0
-    while True:
-        for batch in plan(rows, args.batch_size, args.seed, epoch):
-            if step >= first:
-                yield step, epoch, batch
-            step += 1
-        epoch += 1
+def schedule(rows, batch_size, seed):
+    """-> (epoch, row numbers) without end, epoch after epoch."""
+    for epoch in itertools.count():
+        for numbers in plan(rows, batch_size, seed, epoch):
+            yield epoch, numbers
 
 
-def train_step(target, drafter, optimisers, micro_batches, factor, kind, gamma):
-    """One optimiser step over several micro-batches -> loss, simulated tau, per-slot accuracy, gradient norm."""
-    total_loss = total_weight = 0.0
-    corrects, valids = [], []
-    for batch in micro_batches:
-        loss, weight, correct = block_loss(target, drafter, batch, kind, gamma)
-        loss.backward()
-        total_loss, total_weight = total_loss + loss.item(), total_weight + weight.item()
-        corrects.append(correct.flatten(0, 1))
-        valids.append(batch.valid.flatten(0, 1))
-    norm = optimiser_step(drafter, optimisers, total_weight, factor)
-    correct, valid = torch.cat(corrects), torch.cat(valids)
-    accuracy = (correct.sum(0) / valid.sum(0).clamp(min=1)).tolist()
-    return total_loss / max(total_weight, 1e-9), simulated_tau(correct, valid).item(), accuracy, norm
+def ranks():
+    """This process's rank and how many there are; torchrun says so."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def real_tau(target, drafter, tokenizer, prompts, max_new_tokens=256):
-    """tau by the real loop, greedy: the mean over responses of each task -> {task: tau}. The truth: its anchors sit right behind rejections."""
-    drafter.eval()
-    taus = {}
-    for task, prompt in prompts:
-        stats = Stats()
-        ids = tokenizer.chat([{"role": "user", "content": prompt}])
-        for cycle in generate(target, drafter, ids, max_new_tokens, target.stop_ids, vocab=tokenizer.size):
+def total(numbers):
+    """A tensor's sum over all ranks."""
+    if ranks()[1] > 1:
+        dist.all_reduce(numbers)
+    return numbers
+
+
+def train_step(target, drafter, optimisers, micro_batches, factor, kind, gamma, forward=None):
+    """One optimiser step over several micro-batches, on each rank its own -> {loss, simulated_tau, accuracy (g), grad_norm}, over all of them."""
+    sums = 0.0
+    for i, batch in enumerate(micro_batches, 1):
+        alone = forward.no_sync if hasattr(forward, "no_sync") and i < len(micro_batches) else contextlib.nullcontext
+        with alone():                                      # DistributedDataParallel adds the ranks' gradients up once, after the last
+            loss, weight, correct = block_loss(target, drafter, batch, kind, gamma, forward)
+            loss.backward()
+        correct, valid = correct.flatten(0, 1), batch.valid.flatten(0, 1)
+        sums = sums + torch.cat((torch.stack((loss.detach(), weight, *correct_prefixes(correct, valid))), correct.sum(0), valid.sum(0))).double()
+    loss, weight, prefixes, blocks, *slots = total(sums).tolist()              # the step's one host sync before the gradients are scaled
+    norm = optimiser_step(drafter, optimisers, weight / ranks()[1], factor)    # DistributedDataParallel's sum is a mean over ranks
+    g = len(slots) // 2
+    return {"loss": loss / max(weight, 1e-9), "simulated_tau": 1 + prefixes / max(blocks, 1), "grad_norm": norm,
+            "accuracy": [round(hit / max(all, 1), 4) for hit, all in zip(slots[:g], slots[g:])]}
+
+
+def fit(target, drafter, optimisers, rows, options, first=0):
+    """Train on `rows` (data.Row), from step `first` to options.steps, yielding each step's record as train_step has it, and lr, tokens and seconds.
+
+    options: steps, batch_size (of a micro-batch), accumulate, anchors, seed, loss, gamma, and compile.
+    """
+    (rank, world), device, forward = ranks(), target.device, drafter
+    if world > 1:
+        forward = DistributedDataParallel(drafter)
+    if options.compile:
+        forward = torch.compile(forward)
+    mine = itertools.islice(schedule(rows, options.batch_size, options.seed), first * options.accumulate * world + rank, None, world)
+
+    def batch_of(epoch, numbers):
+        chosen = [rows[k] for k in numbers]
+        anchors = [draw_anchors(anchor_candidates(r.ids, r.prompt_length), options.anchors, options.seed, epoch, k) for r, k in zip(chosen, numbers)]
+        multiple = 512 if device.type == "cuda" else 16                        # few shapes, few compilations
+        return make_batch(chosen, anchors, options.anchors, drafter.config.block_size, drafter.config.mask_token_id, multiple).to(device)
+
+    for step in range(first, options.steps):
+        began = time.perf_counter()
+        batches = [batch_of(*next(mine)) for _ in range(options.accumulate)]
+        factor = lr_factor(step, options.steps)
+        record = train_step(target, drafter, optimisers, batches, factor, options.loss, options.gamma, forward)
+        if not math.isfinite(record["loss"] + record["grad_norm"]):
+            raise InputError(f"step {step + 1}: the loss is {record['loss']}, its gradient's norm {record['grad_norm']}; a smaller --lr may help")
+        yield {"step": step + 1} | record | {"lr": factor * options.lr, "tokens": world * sum(b.ids.numel() for b in batches),
+                                             "seconds": time.perf_counter() - began}
+
+
+def real_tau(target, drafter, tokenizer, prompts, max_new_tokens=256, stop=()):
+    """tau by the real loop, greedy: the mean over responses of each task -> {task: tau}. The truth: its anchors sit right behind rejections.
+
+    It is measured on a copy in the dtype that is served. Once `stop` holds anything, it ends early, with what there is.
+    """
+    served, taus = copy.deepcopy(drafter).to(target.dtype).eval(), {}
+    for task, prompt in tqdm(prompts, desc="tau", unit="prompt", leave=False, mininterval=1, disable=len(prompts) < 2):
+        ids, stats = tokenizer.chat([{"role": "user", "content": prompt}]), Stats()
+        for cycle in generate(target, served, ids, max_new_tokens, target.stop_ids, vocab=tokenizer.size):
             stats.add(cycle)
+            if stop:
+                break
+        if stop:
+            break
         if stats.cycles:
             taus.setdefault(task, []).append(stats.tau)
-    drafter.train()
     return {task: round(sum(values) / len(values), 3) for task, values in taus.items()}
 
 
-def read_prompts(path, each):
-    """The first `each` prompts of every task of a JSONL file -> [(task, prompt)]."""
-    found = {}
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        found.setdefault(row.get("task", "prompts"), []).append(row["prompt"])
-    return [(task, prompt) for task, prompts in found.items() for prompt in prompts[:each]]
-
-
-def save_state(path, step, drafter, optimisers, settings):
-    """All that a resumed run needs, in one file, written aside, synced and renamed: a kill leaves the last whole one."""
-    aside = path.with_suffix(".tmp")
-    with open(aside, "wb") as file:
-        torch.save({"step": step, "drafter": drafter.state_dict(), "optimisers": [o.state_dict() for o in optimisers], "settings": settings}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-
-
-def new_drafter(target, args, tokenizer):
-    """A drafter of the target's own width, heads, rope and eps, with fresh weights."""
-    L = target.config.num_hidden_layers
-    layer = replace(target.config, model_type="qwen3", num_hidden_layers=args.layers, qkv_bias=False, o_bias=False, qk_norm=True,
-                    tie_word_embeddings=False)
-    mask = args.mask_token_id if args.mask_token_id is not None else tokenizer.size
-    if mask >= target.config.vocab_size:
-        raise InputError(f"the target's embedding has no unused row behind its {tokenizer.size} tokens: name a reserved special token with --mask-token-id")
-    config = DraftConfig(layer, args.block_size, mask, tuple(args.taps or default_target_layer_ids(L)), L)
-    DraftConfig.from_dict(config.to_dict(), "the options")                     # the same checks that a loaded one passes
-    torch.manual_seed(args.seed)
-    drafter = Drafter(config).initialise()
-    drafter.name = "being trained"
-    drafter.check_fits(target, target.stop_ids)
-    return drafter.train()
-
-
-def train(args):
-    target, _, tokenizer = load(args.target, None, args.device, torch.float32)
-    rows = data.rows(args.data, target.config.vocab_size, args.max_length, target.name)
-    drafter = new_drafter(target, args, tokenizer).to(target.device)
-    optimisers = make_optimisers(drafter, args.optimizer, args.lr)
-    gamma, B = args.gamma or default_gamma(args.block_size), args.block_size
-    prompts = read_prompts(args.eval_prompts, args.eval_each)
-    args.out.mkdir(parents=True, exist_ok=True)
-    state_file, settings = args.out / "state.pt", {k: str(v) for k, v in vars(args).items() if k != "out"}
-    first = 0
-    if state_file.exists():
-        state = torch.load(state_file, map_location=target.device)
-        if state["settings"] != settings:
-            raise InputError(f"{state_file} holds another run: {[k for k in settings if settings[k] != state['settings'].get(k)]} differ")
-        first = state["step"]
-        drafter.load_state_dict(state["drafter"])
-        for optimiser, saved in zip(optimisers, state["optimisers"]):
-            optimiser.load_state_dict(saved)
-    say(f"{len(rows)} conversations, {args.batch_size * args.accumulate} a step, {args.steps} steps; {sum(p.numel() for p in drafter.parameters()) / 1e6:.2f}M parameters, "
-        f"{args.optimizer} at lr {args.lr:g}, loss {args.loss}, gamma {gamma:g}")
-
-    def build(numbers, epoch):
-        chosen = [rows[k] for k in numbers]
-        anchors = [draw_anchors(anchor_candidates(r.ids, r.prompt_length), args.anchors, args.seed, epoch, k) for r, k in zip(chosen, numbers)]
-        return make_batch(chosen, anchors, args.anchors, B, drafter.config.mask_token_id)
-
-    wanted = {"stop": False}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: wanted.update(stop=True))
-    log = open(args.out / "log.jsonl", "a")
-    bar = tqdm(total=args.steps, initial=first, unit="step", mininterval=2)
-    batches, began = schedule(rows, args, first * args.accumulate), time.time()
-    step = first
-    while step < args.steps and not wanted["stop"]:
-        tick = time.time()
-        micro = [build(numbers, epoch) for _, epoch, numbers in (next(batches) for _ in range(args.accumulate))]
-        factor = lr_factor(step, args.steps)
-        loss, sim, accuracy, norm = train_step(target, drafter, optimisers, micro, factor, args.loss, gamma)
-        step += 1
-        seen = sum(b.ids.numel() for b in micro) / (time.time() - tick)
-        record = {"step": step, "loss": round(loss, 4), "simulated_tau": round(sim, 3), "lr": factor * args.lr, "grad_norm": round(norm, 4),
-                  "tokens_per_second": round(seen), "seconds": round(time.time() - began, 1), "accuracy": [round(a, 3) for a in accuracy]}
-        if step % args.eval_every == 0 or step == args.steps:
-            record["tau"] = real_tau(target, drafter, tokenizer, prompts)
-            save_state(state_file, step, drafter, optimisers, settings)
-            tqdm.write(f"step {step}: loss {loss:.3f}, simulated tau {sim:.2f}, real tau {record['tau']}", file=sys.stderr)
-        log.write(json.dumps(record) + "\n")
-        log.flush()
-        bar.update()
-        bar.set_postfix_str(f"loss {loss:.3f} tau~{sim:.2f} {seen:,.0f} tok/s")
-    bar.close()
-    save_state(state_file, step, drafter, optimisers, settings)
-    if step < args.steps:
-        say(f"stopped at step {step} of {args.steps}; the same command goes on from there")
-        sys.exit(130)
-    drafter.save(args.out)
-    say(f"{args.out}: drafter written")
-
-
-def parse_args(argv=None):
-    parser = Parser(description="Train a drafter on a target's own responses.")
-    model = parser.add_argument_group("model")
-    model.add_argument("--target", default=str(TINY / "target"), help="checkpoint directory or hub id (default: the embedded target)")
-    model.add_argument("--layers", type=int, default=5)
-    model.add_argument("--taps", type=int, nargs="+", help="target layers to tap (default: five, spread as the released drafters')")
-    model.add_argument("--block-size", type=int, default=16)
-    model.add_argument("--mask-token-id", type=int, help="default: the first embedding row behind the tokenizer's ids")
-    group = parser.add_argument_group("data")
-    group.add_argument("--data", type=Path, required=True, help="responses that data.py wrote")
-    group.add_argument("--max-length", type=int, default=3072)
-    group.add_argument("--anchors", type=int, default=512, help="blocks of a sequence in a step")
-    group.add_argument("--eval-prompts", type=Path, default=TINY / "heldout.jsonl")
-    group.add_argument("--eval-each", type=int, default=8, help="held-out prompts of each task for the real tau")
-    loss = parser.add_argument_group("loss")
-    loss.add_argument("--loss", choices=["decay", "uniform", "dpace"], default="decay")
-    loss.add_argument("--gamma", type=float, help="default: 7, 5, 4 for block sizes 16, 10, 8, else half the block")
-    optimiser = parser.add_argument_group("optimiser")
-    optimiser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
-    optimiser.add_argument("--lr", type=float, help="default: 6e-4 for adamw, 0.02 for muon")
-    run = parser.add_argument_group("run")
-    run.add_argument("--out", type=Path, required=True)
-    run.add_argument("--steps", type=int, default=1000)
-    run.add_argument("--batch-size", type=int, default=32)
-    run.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
-    run.add_argument("--eval-every", type=int, default=100)
-    run.add_argument("--seed", type=int, default=0)
-    run.add_argument("--device")
-    args = parser.parse_args(argv)
-    if args.lr is None:
-        args.lr = {"adamw": 6e-4, "muon": 0.02}[args.optimizer]
-    least = {"layers": 1, "block_size": 2, "max_length": 2, "anchors": 1, "eval_each": 0, "steps": 1, "batch_size": 1, "accumulate": 1, "eval_every": 1,
-             "lr": 1e-9, "gamma": 1e-9}
-    for name, bound in least.items():
-        value = getattr(args, name)
-        if value is not None and not bound <= value < 2**31:
-            raise InputError(f"--{name.replace('_', '-')} is {value}, but {bound:g} or more is needed")
-    return args
-
-
 if __name__ == "__main__":
-    try:
-        train(parse_args())
-    except InputError as error:
-        say(f"error: {error}")
-        sys.exit(2)
+    from run import main      # options, files, log, resuming: all that is not the method
+    main()

@@ -5,13 +5,17 @@
 Written for torch 2.11 and newer; about two minutes and 25 GB of device memory. The times are of random weights, made on the device: none of the drafts is
 accepted, and every cycle commits one token.
 """
+import copy
 import json
 import time
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_mask
 
+import train
 from draft import DraftConfig, Drafter, default_target_layer_ids
 from model import Config
 from speculate import TINY, Stats, generate, load
@@ -121,6 +125,60 @@ def test_cycle_of_the_authors_package(pair, say):
     (short, few), (long, many) = timed(24), timed(64)
     ms, both = 1000 * (long - short) / (many - few), sum(pair[2].values())
     say(f"{'cycle, authors’ package':<24}{ms:>8.2f}{both:>10.2f}{ms / both:>17.1f}")
+    say("")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+def test_flex_attention_equals_the_dense_mask_forward_and_backward(say):
+    """fp32, rows no multiple of 128, padded rows, overlapping anchors: outputs and the gradients of all parameters."""
+    from test_train import conversation, toy_pair
+    target, drafter = (model.cuda() for model in toy_pair(5))
+    rows, anchors = [conversation(60, 3), conversation(30, 3)], [[4, 5, 20, 21, 50], [6, 9]]
+    batch = train.make_batch(rows, anchors, 5, 5, 49, multiple=512).to("cuda")
+    S, Q = batch.ids.shape[1], batch.block_ids.shape[1]
+    _, features = target(batch.ids, taps=(1, 2, 4))
+    dense = create_mask(train.block_mask(batch.anchors, S, 5), 2, 1, Q, S + Q, device="cuda")
+    found = []
+    for mask in (train.visible(batch.anchors, S, 5), dense):
+        drafter.zero_grad()
+        hidden = drafter(target.embed(batch.block_ids), features, batch.positions, mask)[:, :10]
+        hidden.square().sum().backward()
+        found.append([hidden.detach()] + [p.grad.clone() for p in drafter.parameters()])
+    worst = max(((a - b).abs().max() / b.abs().max().clamp(min=1e-3)).item() for a, b in zip(*found))
+    say(f"FlexAttention against the dense mask, outputs and gradients: at most {worst:.1e} of the largest value apart")
+    assert worst < 1e-3
+
+
+def test_a_training_step_at_the_width_of_qwen3_4b(pair, say):
+    """S = 2048, N = 256, B = 16: time and memory of the drafter's forward and backward, FlexAttention and dense; tokens/s of a step beside its matmul floor."""
+    target, frozen, _, _ = pair
+    S, N, Q = 2048, 256, 256 * B
+    drafter = copy.deepcopy(frozen).float().train().requires_grad_()
+    rows = [SimpleNamespace(ids=torch.randint(150000, (S,), generator=torch.Generator().manual_seed(0)).tolist(), prompt_length=S // 4)]
+    batch = train.make_batch(rows, [train.draw_anchors(train.anchor_candidates(rows[0].ids, S // 4), N, 0, 0, 0)], N, B, MASK).to("cuda")
+    with torch.no_grad():
+        _, features = target(batch.ids, taps=drafter.config.target_layer_ids, last_only=True)
+        blocks = target.embed(batch.block_ids)
+    masks = {"FlexAttention": lambda: train.visible(batch.anchors, S, B),
+             "dense": lambda: create_mask(train.block_mask(batch.anchors, S, B), 1, 1, Q, S + Q, device="cuda")}
+    for name, mask in masks.items():
+        def both():
+            with torch.autocast("cuda", torch.bfloat16):
+                drafter(blocks, features, batch.positions, mask()).float().mean().backward()
+        both()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        ms = time_of(both, 10)
+        say(f"drafter forward and backward, {name:<14}{ms:>8.1f} ms, {(torch.cuda.max_memory_allocated() - held) / 1e9:.2f} GB above what is held")
+    optimisers = train.make_optimisers(drafter, "adamw", 6e-4)
+    ms = time_of(lambda: train.train_step(target, drafter, optimisers, [batch], 1.0, "decay", 7.0), 10)
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    rate = 2 * 8192**3 / (time_of(lambda: a @ a) / 1000)
+    layers = sum(p.numel() for name, p in drafter.named_parameters() if p.dim() == 2 and name != "fc.weight")
+    flops = 2 * S * sum(p.numel() for p in target.layers.parameters()) + 6 * Q * layers + 6 * S * drafter.fc.weight.numel() + 8 * N * (B - 1) * target.head_weight.numel()
+    say(f"a step: {ms:.1f} ms, {1000 * S / ms:,.0f} tokens/s; its matrix products alone at {rate / 1e12:.0f} TFLOP/s, measured: {1000 * flops / rate:.1f} ms")
     say("")
 
 

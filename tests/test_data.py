@@ -246,11 +246,11 @@ def test_other_settings_are_refused(change, run, tmp_path):
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("content", ["", "notes\n", '{"prompt": "mine"}\n', '{"format": "nanodflash resp'])
+@pytest.mark.parametrize("content", ["notes\n", json.dumps({"format": data.FORMAT}), json.dumps({"format": data.FORMAT}) + "\n", '{"prompt": "mine"}\n', '{"format": "nanodflash resp'])
 def test_foreign_files_are_left_alone(content, run, tmp_path):
     write_prompts(tmp_path / "prompts.jsonl", 3)
     (tmp_path / "out.jsonl").write_text(content)
-    with pytest.raises(InputError, match="not a responses file"):
+    with pytest.raises(InputError, match="not a responses file|made with (format|target) None"):
         run()
     assert (tmp_path / "out.jsonl").read_text() == content
 
@@ -260,7 +260,10 @@ def test_foreign_files_are_left_alone(content, run, tmp_path):
     (("--limit", -1), "limit is -1"), (("--temperature", -1), "temperature is -1"), (("--temperature", "nan"), "temperature is nan"),
     (("--dtype", "float16"), "overflow fp16"), (("--device", "nowhere"), "not to be had"), (("--target", "no/where/at all"), "no such directory"),
     (("--model", "m"), "need each other"), (("--base-url", "http://x"), "need each other"), (("--base-url", "x", "--model", "m"), "something like http"),
-    (("--base-url", "http://x", "--model", "m", "--dtype", "float32"), "change nothing"), (("--nonsense",), "unrecognized")])
+    (("--base-url", "http://x", "--model", "m", "--dtype", "float32"), "change nothing"), (("--nonsense",), "unrecognized"),
+    (("--seed", 2**63), "fit 64 bits"), (("--seed", -10**30), "fit 64 bits"), (("--batch-size", 10**30), "batch-size is 10"),
+    *((("--base-url", url, "--model", "m"), "something like http") for url in (
+        "http://", "https:///v1", "http://[", "http://[::1", "http://host:port/v1", "http://host:800000/v1", "http://a b/v1", "http://a/v1?key=1", "ftp://a/v1"))])
 def test_bad_options(options, said, run, tmp_path):
     write_prompts(tmp_path / "prompts.jsonl", 3)
     with pytest.raises(InputError, match=said):
@@ -268,7 +271,8 @@ def test_bad_options(options, said, run, tmp_path):
     assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize("prompts, said", [(None, "not readable"), ("\n\n", "no prompt in it")])
+@pytest.mark.parametrize("prompts, said", [
+    (None, "not readable"), ("", "no prompt in it"), ("\n\n", "no prompt in it"), ('{"prompt": " "}\n{"text": "a"}\n[]\n', "no prompt in it")])
 def test_bad_prompts_file(prompts, said, run, tmp_path):
     if prompts is not None:
         (tmp_path / "prompts.jsonl").write_text(prompts)
@@ -280,9 +284,49 @@ def test_bad_prompts_file(prompts, said, run, tmp_path):
 def test_out_of_reach(run, tmp_path):
     write_prompts(tmp_path / "prompts.jsonl", 3)
     (tmp_path / "file").touch()
-    for out in ("file/out.jsonl", "."):
-        with pytest.raises(InputError, match="not writable|not readable"):
+    os.mkfifo(tmp_path / "pipe")
+    for out in ("file/out.jsonl", ".", "pipe", "/dev/full"):
+        with pytest.raises(InputError, match="not writable"):
             run(out=out)
+    assert os.path.exists("/dev/full")
+
+
+def test_full_disk_from_the_first_line_on(run, tmp_path, monkeypatch):
+    write_prompts(tmp_path / "prompts.jsonl", 3)
+
+    def full(file, rows):
+        file.write(b'{"format": "nano')
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(data, "append", full)
+    with pytest.raises(InputError, match="out.jsonl: not writable .No space left on device"):
+        run()
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_an_empty_file_is_a_new_one(run, tmp_path):
+    """What a kill leaves that comes before the first line."""
+    write_prompts(tmp_path / "prompts.jsonl", 3)
+    (tmp_path / "out.jsonl").touch()
+    assert run() == run(out="other")
+
+
+def test_two_runs_at_the_same_time(run, tmp_path, monkeypatch):
+    """The second is refused at whatever line of the first it comes, and the first goes on."""
+    pytest.importorskip("fcntl", reason="file locks are for POSIX")
+    write_prompts(tmp_path / "prompts.jsonl", 9)
+    append, calls = data.append, []
+
+    def second_run(file, rows):
+        before = (tmp_path / "out.jsonl").read_bytes()
+        with pytest.raises(InputError, match="out.jsonl: another run is writing to it"):
+            run("--batch-size", 3)
+        assert (tmp_path / "out.jsonl").read_bytes() == before
+        calls.append(rows)
+        append(file, rows)
+    monkeypatch.setattr(data, "append", second_run)
+    _, rows = run("--batch-size", 3)
+    assert len(calls) == 4 and sorted(rows) == list(range(1, 10))
+    assert run("--batch-size", 3)[1] == rows                     # one after the other is no trouble
 
 
 def test_full_disk_then_resumed(run, tmp_path, monkeypatch):
@@ -460,6 +504,16 @@ def test_server_given_up(answer, run, server, tmp_path):
         run(*server(lambda body, attempt: answer), "--batch-size", 8)
     assert read(tmp_path / "out.jsonl")[1] == {} and len(server.started.tries) < 40
     assert max(server.started.tries.values()) == (data.TRIES - 1 if answer == (503, "away") else 0)
+
+
+@pytest.mark.parametrize("url", ["", "http://127.0.0.1:70000/v1"])
+def test_server_that_answers_nothing(url, run, server, tmp_path):
+    """Fewer prompts than it takes to give a server up; a port that there is not, to which no request can be sent."""
+    write_prompts(tmp_path / "prompts.jsonl", 3)
+    options = server(lambda body, attempt: (503, "away"))
+    with pytest.raises(InputError, match="answered none of the prompts"):
+        run(*options, *(("--base-url", url) if url else ()))
+    assert run(*server(lambda body, attempt: {"token_ids": [STOP], "finish_reason": "stop"}))[1].keys() == {1, 2, 3}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

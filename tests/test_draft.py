@@ -1,6 +1,10 @@
 """draft.py: the checkpoint's format (the released one, read strictly), what the drafter may see, and training's forward against inference's."""
 import json
+import os
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,6 +157,7 @@ def test_save_and_load(drafter, drafter_dir, tmp_path):
     drafter.save(tmp_path / "deep" / "saved")
     saved = tmp_path / "deep" / "saved"
     assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
+    assert (saved / "model.safetensors").stat().st_mode == (saved / "config.json").stat().st_mode     # (safetensors' own save_file lets no one else read it)
     tensors = load_file(saved / "model.safetensors")
     assert tensors.keys() == names_of(layers=2)             # the released names, without a prefix; no embedding, no head
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
@@ -166,6 +171,89 @@ def test_save_and_load(drafter, drafter_dir, tmp_path):
         assert raw[key] == was[key]
     again.save(saved)                                       # over itself, which is the checkpoint it came from
     assert torch.equal(load_file(saved / "model.safetensors")["fc.weight"], tensors["fc.weight"])
+
+
+KILLS = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from draft import Drafter
+
+source, base, kills = Drafter.load(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+rng, ended = random.Random(0), set()
+os.fsync = lambda number: None          # a process that waits for the disk most of its time is seldom killed while it writes
+
+def fill(value):
+    for p in source.parameters():
+        p.fill_(value)
+    return source
+
+for kill in range(kills):
+    directory = base / str(kill)
+    fill(0).save(directory)
+    child = os.fork()
+    if child == 0:
+        for value in range(1, 10**6):
+            fill(value % 100).save(directory)
+    time.sleep(rng.uniform(0, 0.08))
+    os.kill(child, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    values = {p.unique().item() for p in Drafter.load(directory).parameters()}       # one number, or the file is of two drafters
+    assert len(values) == 1, (kill, values)
+    ended |= values
+    fill(7).save(directory)                                                         # what the kill left aside is in nobody's way
+    assert Drafter.load(directory).fc.weight.unique().item() == 7
+print(len(ended))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_killed_while_saving(drafter_dir, tmp_path):
+    """50 kills at random moments: each directory holds a whole drafter, that of the last save which came to its end."""
+    done = subprocess.run([sys.executable, "-c", KILLS, str(drafter_dir), str(tmp_path), "50"], cwd=Path(toys.__file__).parents[1], capture_output=True,
+                          text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 5                             # many saves came to their end before the kill
+
+
+class Crash(Exception):
+    pass
+
+
+@pytest.mark.parametrize("other_config", [False, True])
+def test_a_crash_at_every_moment_of_a_save(other_config, drafter, tmp_path, monkeypatch):
+    """Nothing is renamed before all is on the disk; a crash leaves the old drafter or the new one, or, if the configs differ, none that loads."""
+    new = Drafter(replace(drafter.config, block_size=B + 1) if other_config else drafter.config).initialise()
+    calls, moment = [], None
+
+    def at(name, call):
+        def spied(*args):
+            calls.append(name)
+            if len(calls) == moment:
+                raise Crash
+            return call(*args)
+        return spied
+    monkeypatch.setattr(os, "fsync", at("sync", os.fsync))
+    monkeypatch.setattr(os, "replace", at("rename", os.replace))
+    monkeypatch.setattr(Path, "unlink", at("remove", Path.unlink))
+    drafter.save(tmp_path / "whole")
+    new.save(tmp_path / "whole")
+    assert calls == ["sync", "sync", "rename", "rename", "sync", "sync"] + ["remove"] * other_config + ["rename", "rename"]
+    states = []
+    for moment in range(5, len(calls) + 1):
+        calls.clear()
+        drafter.save(tmp_path / str(moment))
+        with pytest.raises(Crash):
+            new.save(tmp_path / str(moment))
+        try:
+            loaded = Drafter.load(tmp_path / str(moment))
+            whose = [one for one in (drafter, new) if torch.equal(one.fc.weight.bfloat16().float(), loaded.fc.weight)]
+            assert len(whose) == 1 and loaded.config == whose[0].config
+            states.append("old" if whose[0] is drafter else "new")
+        except InputError as error:
+            assert "config.json: no such file" in str(error)
+            states.append("none")
+    assert states == (["old", "old", "old", "none", "none"] if other_config else ["old", "old", "old", "new"])
 
 
 def test_save_of_scaled_rope(broken, tmp_path):

@@ -11,6 +11,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -708,7 +709,7 @@ def cli(toy_dirs, monkeypatch, capsys):
     """cli("--target TARGET --prompt hi", more...) -> exit code, stdout, stderr. The first argument is split at spaces, the others are whole."""
     def run(line, *more, stdin="", terminal=False):
         args = [str(toy_dirs / word) if word.isupper() else word for word in line.split()] + list(more)
-        screen = Terminal()
+        screen, interrupt = Terminal(), signal.getsignal(signal.SIGINT)
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", ["speculate.py"] + args)
             patch.setattr(sys, "stdin", io.StringIO(stdin))
@@ -719,6 +720,8 @@ def cli(toy_dirs, monkeypatch, capsys):
                 runpy.run_path(str(ROOT / "speculate.py"), run_name="__main__")
             except SystemExit as end:
                 code = end.code
+            finally:
+                signal.signal(signal.SIGINT, interrupt)     # a script takes Ctrl-C for itself
         out, err = capsys.readouterr()
         return code, screen.getvalue() if terminal else out, err
     return run
@@ -839,6 +842,36 @@ def test_options_change_what_they_say(cli):
     code, _, err = cli(PAIR + HI + "--block-size 12")
     assert code == 0 and re.search("warning: .*12.* 8", err) and "blocks of 12" in err
     assert "warning" not in cli(PAIR + HI + "--block-size 8")[2]
+
+
+def test_positions_up_to_the_last_accepted_draft(capsys):
+    prefill = Cycle([1], prefill=True, seconds=1.0)
+    for accepted, line in (((2, 0, 2, 1), "1:75% 2:50%"), ((0, 0), "none"), ((5,), "1:100% 2:100% 3:100% 4:100% 5:100%")):
+        speculate.report(Stats([prefill] + [Cycle([1] * (k + 1), 5, k, seconds=1.0) for k in accepted]))
+        assert f"accepted by position: {line}\n" in capsys.readouterr().err
+
+
+def test_the_embedded_pair_says_what_it_knows(toy_dirs, capsys):
+    """A sample of each of its tasks, a line each, and no screenful before the answer."""
+    target, drafter, tokenizer = load(str(toy_dirs / "TARGET"), str(toy_dirs / "DRAFT"))
+    speculate.introduce(SimpleNamespace(target=None, block_size=None), target, drafter, tokenizer)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 6 and all(lines)
+    held_out = [json.loads(line) for line in (speculate.TINY / "heldout.jsonl").read_text(encoding="utf-8").splitlines()]
+    tasks = {row["prompt"]: row["task"] for row in held_out}
+    assert {tasks[line.strip()] for line in lines[3:]} == {"arithmetic", "code", "story"}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send")
+def test_ctrl_c_while_torch_is_imported(tmp_path):
+    """No traceback out of the middle of somebody's module. (A torch that takes its time stands in the real one's place.)"""
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    process = subprocess.Popen([sys.executable, str(ROOT / "speculate.py"), "--prompt", "hi"], env=os.environ | {"PYTHONPATH": str(tmp_path)},
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "")
 
 
 def test_raw_prompt_is_encoded_as_it_is(cli, toy_dirs):

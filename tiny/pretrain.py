@@ -6,12 +6,14 @@
 Deep and narrow on purpose: a forward of 16 rows then costs little more than one of a single row, as on a large model whose weights are the cost.
 The result is an ordinary checkpoint directory. It needs `pip install tokenizers` beside requirements.txt.
 """
-import argparse
+import io
 import itertools
 import json
 import math
 import os
 import random
+import shutil
+import signal
 import sys
 import time
 from collections import Counter
@@ -19,10 +21,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tqdm import tqdm
 
-from model import Config
+from model import Config, InputError, Parser
 from target import Target
 from tiny.tasks import TASKS, examples
 
@@ -36,39 +38,62 @@ TEMPLATE = ("{% for message in messages %}{{ '<|im_start|>' + message.role + '\n
             "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 
-def main():
-    args = parse_args()
+def main(argv=None):
+    args = parse_args(argv)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        pretrain(args)
+    except OSError as error:
+        raise InputError(f"{args.out}: not writable ({error.strerror})")
+
+
+def pretrain(args):
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer(args.out)
     target = Target(Config.from_dict(config_json(tokenizer)))
     initialise(target)
     optimisers = make_optimisers(target, args.lr, args.embedding_lr)
+    settings = {name: getattr(args, name) for name in ("seed", "steps", "tokens", "lr", "embedding_lr")}
     state_file = args.out / "state.pt"
-    first = restore(state_file, target, optimisers)
+    first = restore(state_file, target, optimisers, settings)
     forward = torch.compile(target, dynamic=True) if args.compile else target
-    bar = tqdm(range(first, args.steps), initial=first, total=args.steps, unit="step", mininterval=5)
     batches = stream(tokenizer, args.seed, args.tokens, first)
-    try:
-        for step, batch in zip(bar, batches):
-            began = time.perf_counter()
-            for optimiser in optimisers:
-                for group in optimiser.param_groups:
-                    group["lr"] = group["peak"] * schedule(step, args.steps)
-            loss = train_step(forward, batch, optimisers)
-            bar.set_postfix_str(f"loss {loss:.4f}, {batch[0].numel() / (time.perf_counter() - began):,.0f} tokens/s")
-            if step % 50 == 49 or step == args.steps - 1:
-                save_state(state_file, target, optimisers, step + 1)
-                print(f"step {step + 1} loss {loss:.4f} held-out {heldout_losses(target, tokenizer)}", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:
-        save_state(state_file, target, optimisers, step)
-        print(f"stopped before step {step}; the same command goes on from there", file=sys.stderr)
-        sys.exit(130)
+    stopped = watch_signals()
+    bar = tqdm(zip(range(first, args.steps), batches), initial=first, total=args.steps, unit="step", mininterval=5)
+    for step, batch in bar:
+        began = time.perf_counter()
+        for optimiser in optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = group["peak"] * schedule(step, args.steps)
+        loss = train_step(forward, batch, optimisers)
+        bar.set_postfix_str(f"loss {loss:.4f}, {batch[0].numel() / (time.perf_counter() - began):,.0f} tokens/s")
+        last = step == args.steps - 1
+        if step % 50 == 49 or last or stopped:
+            save_state(state_file, target, optimisers, step + 1, settings)
+        if stopped and not last:
+            bar.close()
+            say(f"stopped after step {step + 1} of {args.steps}; the same command goes on from there")
+            sys.exit(130)
+        if step % 50 == 49 or last:
+            say(f"step {step + 1} loss {loss:.4f} held-out {heldout_losses(target, tokenizer)}")
     save_checkpoint(target, tokenizer, args.out)
-    print(f"{args.out}: written", file=sys.stderr)
+    say(f"{args.out}: written")
 
 
-def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def watch_signals():
+    """-> a list that is empty until Ctrl-C or SIGTERM: to be looked at between two steps, since a step is taken whole or not at all."""
+    stopped = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: stopped.append(number))
+    return stopped
+
+
+def say(text):
+    tqdm.write(text, file=sys.stderr)
+
+
+def parse_args(argv=None):
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "target", help="checkpoint directory (default: tiny/target)")
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--tokens", type=int, default=6144, help="tokens a step, padding included")
@@ -76,7 +101,16 @@ def parse_args():
     parser.add_argument("--embedding-lr", type=float, default=0.004, help="peak learning rate of AdamW, for embedding and norms")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="torch.compile: some 30 %% faster, needs a C++ compiler")
-    return parser.parse_args()
+    args = parser.parse_args(argv)
+    for name, least in (("steps", 1), ("tokens", 1), ("lr", 1e-9), ("embedding_lr", 1e-9)):
+        value = getattr(args, name)
+        if not least <= value < 2**31:
+            raise InputError(f"--{name.replace('_', '-')} is {value}, but a number from {least:g} up is needed")
+    if not -2**63 <= args.seed < 2**63:
+        raise InputError(f"--seed is {args.seed}, but it has to fit 64 bits")
+    if args.compile and shutil.which(os.environ.get("CXX", "g++")) is None:
+        raise InputError("--compile needs a C++ compiler: g++, or the one that CXX names")
+    return args
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -84,11 +118,13 @@ def parse_args():
 
 def make_tokenizer(out):
     """A byte-level BPE trained on generated text, written to tokenizer.json; read back from there when it exists."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    try:
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError:
+        raise InputError("the package tokenizers, which requirements.txt does not list, is needed here: pip install tokenizers")
     file = out / "tokenizer.json"
     if file.exists():
-        return Tokenizer.from_file(str(file))
-    out.mkdir(parents=True, exist_ok=True)
+        return read_tokenizer(Tokenizer, file)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -99,7 +135,18 @@ def make_tokenizer(out):
     texts = (text for e in itertools.islice(examples("train", 0), 30000) for text in (e["prompt"], e["response"]))
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIALS])
-    tokenizer.save(str(file))
+    write_whole(file, tokenizer.to_str(pretty=True).encode())
+    return tokenizer
+
+
+def read_tokenizer(Tokenizer, file):
+    """InputError for a file that is broken, or not one of those that make_tokenizer writes."""
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:          # the package has no class of its own for it
+        raise InputError(f"{file}: not readable as a tokenizer ({error})")
+    if tokenizer.token_to_id("<|im_end|>") is None or tokenizer.get_vocab_size() > VOCAB_ROWS - 16:
+        raise InputError(f"{file}: has {tokenizer.get_vocab_size()} tokens, but at most {VOCAB_ROWS - 16} are needed, <|im_end|> among them")
     return tokenizer
 
 
@@ -109,7 +156,7 @@ def config_json(tokenizer):
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB_ROWS, "hidden_size": 128, "intermediate_size": 256,
         "num_hidden_layers": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_act": "silu", "rms_norm_eps": 1e-6,
         "max_position_embeddings": 4096, "rope_theta": 10000.0, "rope_scaling": None, "attention_bias": False, "attention_dropout": 0.0,
-        "tie_word_embeddings": True, "use_cache": True, "use_sliding_window": False, "bos_token_id": None, "eos_token_id": eos,
+        "tie_word_embeddings": False, "use_cache": True, "use_sliding_window": False, "bos_token_id": None, "eos_token_id": eos,
         "initializer_range": 0.02, "torch_dtype": "bfloat16"}
 
 
@@ -163,13 +210,15 @@ def initialise(target):
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             torch.nn.init.zeros_(p)                      # each layer starts as the identity
         elif p.dim() == 2:
-            torch.nn.init.normal_(p, 0, 0.02 if "embed" in name else 0.5 / math.sqrt(p.shape[1]))
+            # Embeddings far apart and of the residual stream's own size: words that come up in the same places must stay tellable, to be copied.
+            torch.nn.init.normal_(p, 0, 1.0 if "embed" in name else 0.02 if "lm_head" in name else 0.5 / math.sqrt(p.shape[1]))
 
 
 def make_optimisers(target, lr, embedding_lr):
-    matrices = [p for name, p in target.named_parameters() if p.dim() == 2 and "embed" not in name]
-    others = [p for name, p in target.named_parameters() if p.dim() == 1 or "embed" in name]
-    optimisers = [torch.optim.Muon(matrices, lr=lr, momentum=0.95, weight_decay=0.0),
+    table = dict(target.named_parameters())
+    matrices = [p for name, p in table.items() if name.startswith("layers.") and p.dim() == 2]
+    others = [p for name, p in table.items() if not (name.startswith("layers.") and p.dim() == 2)]
+    optimisers = [torch.optim.Muon(matrices, lr=lr, momentum=0.95, weight_decay=0.1),
                   torch.optim.AdamW(others, lr=embedding_lr, betas=(0.9, 0.95), weight_decay=0.0)]
     for optimiser in optimisers:
         for group in optimiser.param_groups:
@@ -209,39 +258,63 @@ def heldout_losses(target, tokenizer):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Files: written aside, then renamed, so that a kill leaves the last whole one
+# Files
 
-def save_state(file, target, optimisers, step):
-    torch.save({"step": step, "model": target.state_dict(), "optimisers": [o.state_dict() for o in optimisers]}, file.with_suffix(".tmp"))
-    os.replace(file.with_suffix(".tmp"), file)
+def write_whole(file, content):
+    """Write bytes aside, have them on the disk, then rename: a kill leaves the last whole file."""
+    aside = file.with_name(file.name + ".tmp")
+    with open(aside, "wb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+    os.replace(aside, file)
 
 
-def restore(file, target, optimisers):
-    """-> the step to go on with; 0 without a saved state."""
+def save_state(file, target, optimisers, step, settings):
+    content = io.BytesIO()
+    torch.save({"step": step, "model": target.state_dict(), "optimisers": [o.state_dict() for o in optimisers], "settings": settings}, content)
+    write_whole(file, content.getvalue())
+
+
+def restore(file, target, optimisers, settings):
+    """-> the step to go on with; 0 without a saved state. InputError where that is broken or another run's; an old one does not say whose it is."""
     if not file.exists():
         return 0
-    state = torch.load(file)
-    target.load_state_dict(state["model"])
-    for optimiser, saved in zip(optimisers, state["optimisers"]):
-        optimiser.load_state_dict(saved)
-    return state["step"]
+    try:
+        state = torch.load(file)
+        saved = state.get("settings", settings)
+        others = [name for name in settings if saved[name] != settings[name]]
+        if not others:
+            target.load_state_dict(state["model"])
+            for optimiser, moments in zip(optimisers, state["optimisers"], strict=True):
+                optimiser.load_state_dict(moments)
+            return int(state["step"])
+    except Exception as error:          # torch has a dozen kinds of them for what is no state of this model
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"{file}: not readable as a state of this training ({reason[:200]}); without the file, the training starts anew")
+    name = others[0]
+    raise InputError(f"{file}: of a run with --{name.replace('_', '-')} {saved[name]}, but now it is {settings[name]}; choose another --out")
 
 
 def save_checkpoint(target, tokenizer, out):
     """config.json, generation_config.json, tokenizer_config.json and model.safetensors in bf16, beside the tokenizer.json that is there."""
     def write(name, value):
-        (out / (name + ".tmp")).write_text(json.dumps(value, indent=1) + "\n")
-        os.replace(out / (name + ".tmp"), out / name)
+        write_whole(out / name, json.dumps(value, indent=1).encode() + b"\n")
 
     config = config_json(tokenizer)
     write("config.json", config)
     write("generation_config.json", {"eos_token_id": config["eos_token_id"]})
     write("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
                                     "chat_template": TEMPLATE})
-    weights = {f"model.{name}": p.to(torch.bfloat16) for name, p in target.state_dict().items()}
-    save_file(weights, out / "model.safetensors.tmp", metadata={"format": "pt"})
-    os.replace(out / "model.safetensors.tmp", out / "model.safetensors")
+    weights = {name if name.startswith("lm_head") else f"model.{name}": p.to(torch.bfloat16) for name, p in target.state_dict().items()}
+    write_whole(out / "model.safetensors", save(weights, metadata={"format": "pt"}))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as error:
+        say(f"error: {error}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)                   # before the first step

@@ -1,0 +1,184 @@
+"""A training run as a user starts it: bad input, stopping, going on, what lies in its directory. The embedded target is the model."""
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import run
+from draft import Drafter
+from model import InputError
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.skipif(not (ROOT / "tiny" / "target" / "model.safetensors").exists(), reason="the embedded target is not there")
+SMALL = ["--steps", "6", "--batch-size", "4", "--anchors", "4", "--layers", "1", "--block-size", "4", "--eval-every", "3", "--eval-each", "0"]
+HEADER = {"format": "nanodflash responses 1", "target": "tiny/target", "vocab_size": 2048}
+
+
+def responses(path, header=HEADER, rows=12, mask=None):
+    lines, rng = [header], random.Random(0)
+    for _ in range(rows):
+        prompt, response = ([rng.randrange(1600) for _ in range(n)] for n in (9, 20))
+        lines.append({"prompt_ids": prompt, "response_ids": response + ([mask] if mask else [])})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def answers(tmp_path):
+    return responses(tmp_path / "responses.jsonl")
+
+
+def command(*options, code="", **kwargs):
+    """train.py in a process of its own; `code` runs first."""
+    script = f"import sys; sys.argv = ['train.py', *{[str(o) for o in options]!r}]\nimport run, train\n{code}\nrun.main()"
+    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, **kwargs)
+
+
+def test_resumed_is_bit_for_bit_the_same(tmp_path, answers):
+    kill = "save = run.save_state\ndef saved(path, step, *a):\n    save(path, step, *a)\n    if step == 3: import os; os._exit(9)\nrun.save_state = saved"
+    options = ["--data", answers, *SMALL, "--optimizer", "muon"]
+    whole = command(*options, "--out", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    assert command(*options, "--out", tmp_path / "cut", code=kill).returncode == 9
+    with open(tmp_path / "cut" / "log.jsonl", "a") as log:             # what a kill after a later step leaves
+        log.write('{"step": 4, "loss": 9}\n{"step": 5, "lo')
+    again = command("--resume", tmp_path / "cut")
+    assert again.returncode == 0, again.stderr
+    states = [torch.load(tmp_path / name / "state.pt") for name in ("whole", "cut")]
+    assert all(torch.equal(states[0]["drafter"][name], p) for name, p in states[1]["drafter"].items())
+    logs = [[json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()] for name in ("whole", "cut")]
+    assert [r["step"] for r in logs[1]] == [1, 2, 3, 4, 5, 6] and [r["loss"] for r in logs[0]] == [r["loss"] for r in logs[1]]
+    assert {p.name for p in (tmp_path / "cut").iterdir()} == {"config.json", "model.safetensors", "state.pt", "log.jsonl", "figure.png", "run.json"}
+    assert Drafter.load(tmp_path / "cut").config.block_size == 4
+    assert json.loads((tmp_path / "cut" / "run.json").read_text())["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_leaves(tmp_path, answers, number):
+    slow = f"import os, signal\nfit = run.fit\ndef slow(*a):\n    for r in fit(*a):\n        os.kill(os.getpid(), {int(number)}) if r['step'] == 2 else None\n        yield r\nrun.fit = slow"
+    stopped = command("--data", answers, *SMALL, "--out", tmp_path / "run", code=slow)
+    assert stopped.returncode == 130 and "--resume" in stopped.stderr and "Traceback" not in stopped.stderr, stopped.stderr
+    assert torch.load(tmp_path / "run" / "state.pt")["step"] == 2 and Drafter.load(tmp_path / "run")
+    assert command("--resume", tmp_path / "run").returncode == 0
+
+
+def test_fifty_kills_while_saving(tmp_path):
+    """A child saves state and drafter over and over; it is killed at a random moment; what lies there loads."""
+    from test_train import toy_pair
+    _, drafter = toy_pair()
+    optimisers, rng = run.make_optimisers(drafter, "adamw", 1e-3), random.Random(1)
+    for p in drafter.parameters():
+        p.grad = torch.ones_like(p)
+    optimisers[0].step()
+    began = time.perf_counter()
+    for _ in range(3):
+        run.save_state(tmp_path / "state.pt", 0, drafter, optimisers, {})
+        drafter.save(tmp_path)
+    once = (time.perf_counter() - began) / 3
+    steps = set()
+    for _ in range(50):
+        child = os.fork()
+        if child == 0:
+            for step in range(1, 10**6):
+                run.save_state(tmp_path / "state.pt", step, drafter, optimisers, {})
+                drafter.save(tmp_path)
+        time.sleep(rng.uniform(0, 4 * once))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        state = run.load_state(tmp_path)
+        steps.add(state["step"])
+        drafter.load_state_dict(state["drafter"])
+        optimisers[0].load_state_dict(state["optimisers"][0])
+        Drafter.load(tmp_path)
+    assert max(steps) > 0, "some saves were whole"
+
+
+BAD = {
+    "block size 1": (["--block-size", "1"], "block-size"),
+    "taps twice": (["--taps", "3", "3"], "target_layer_ids"),
+    "a tap outside": (["--taps", "3", "16"], "target_layer_ids"),
+    "mask is a stop id": (["--mask-token-id", "1670"], "stop id"),
+    "mask in the data": (["--mask-token-id", "7"], "occurs"),
+    "mask outside": (["--mask-token-id", "5000"], "no unused row"),
+    "negative steps": (["--steps", "-1"], "steps"),
+    "steps and epochs": (["--epochs", "2"], "one of the two"),
+    "lr nan": (["--lr", "nan"], "lr"),
+    "no such data": (["--data", "nowhere.jsonl"], "not readable"),
+    "no such prompts": (["--eval-prompts", "nowhere.jsonl"], "not readable"),
+    "no such device": (["--device", "tpu"], "device"),
+    "init that contradicts": (["--init", "tiny/drafter"], "--init has 3"),
+    "init nowhere": (["--init", "./nowhere"], "nowhere"),
+    "unknown option": (["--banana"], "banana"),
+    "resume and more": (["--resume", "somewhere"], "stands alone"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case, tmp_path):
+    data = responses(tmp_path / "responses.jsonl", mask=7)
+    options, word = BAD[case]
+    with pytest.raises(InputError, match=word):
+        run.start(["--data", str(data), *SMALL, "--out", str(tmp_path / "out"), *options])
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_bad_input(tmp_path, answers, monkeypatch):
+    def refused(word, *options):
+        with pytest.raises(InputError, match=word):
+            run.start([str(o) for o in options])
+    refused("needs --data", "--target", "somewhere")
+    refused("nothing to train on", "--data", responses(tmp_path / "none.jsonl", rows=0), "--out", tmp_path / "x")
+    refused("responses of", "--data", responses(tmp_path / "other.jsonl", HEADER | {"target": "another/model"}), "--out", tmp_path / "x")
+    refused("no state.pt", "--resume", tmp_path)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "state.pt").write_bytes(b"PK\x03\x04 not a state")
+    refused("not readable", "--resume", tmp_path / "broken")
+    refused("not empty", "--data", answers, "--out", tmp_path / "broken")
+    refused("not empty", "--data", answers, "--out", answers)
+    monkeypatch.setattr(run.os, "sysconf", lambda name: 1000)
+    refused("a step needs about", "--data", answers, "--out", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_resumed_run_is_the_one_begun(tmp_path, answers):
+    stop = "fit = run.fit\nrun.fit = lambda *a: (r for r in fit(*a) if r['step'] < 4 or sys.exit(9))"
+    assert command("--data", answers, *SMALL, "--out", tmp_path / "run", code=stop).returncode == 9
+    answers.write_text(answers.read_text() + answers.read_text().splitlines()[-1] + "\n")
+    changed = command("--resume", tmp_path / "run")
+    assert changed.returncode == 2 and "data_sha256 changed" in changed.stderr and "Traceback" not in changed.stderr
+
+
+def test_a_full_disk(tmp_path, answers):
+    """Files may have no more than 300 KB: one sentence, exit code 2, and no half-written state."""
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
+    full = command("--data", answers, *SMALL, "--out", tmp_path / "run", code=limit)
+    assert full.returncode == 2 and "Traceback" not in full.stderr, full.stderr
+    assert not (tmp_path / "run" / "state.pt").exists() and not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_init_goes_on_from_a_drafter(tmp_path, answers):
+    args = SimpleNamespace(init=str(ROOT / "tiny" / "drafter"), layers=None, taps=None, block_size=None, mask_token_id=None)
+    target, _, tokenizer = run.load(None)
+    drafter, shipped = run.new_drafter(target, args, tokenizer), Drafter.load(args.init)
+    assert all(torch.equal(p, q) for p, q in zip(drafter.parameters(), shipped.parameters()))
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in drafter.parameters()) and drafter.training
+
+
+def test_show_mask(tmp_path):
+    assert run.start(["--show-mask", str(tmp_path / "mask.png")]) == 0
+    assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG") and len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_bare_command_has_the_embedded_recipe_and_others_the_papers():
+    bare, paper = run.fill_in(run.parse_args([])), run.fill_in(run.parse_args(["--target", "x", "--data", "y"]))
+    assert (bare.layers, bare.anchors, bare.steps) == (run.EMBEDDED["layers"], 24, run.EMBEDDED["steps"])
+    assert (paper.layers, paper.anchors, paper.epochs, paper.steps, paper.optimizer, paper.lr, paper.loss) == (5, 512, 6, None, "adamw", 6e-4, "decay")
+    assert run.fill_in(run.parse_args(["--epochs", "2"])).steps is None
