@@ -29,9 +29,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import data
+from checkpoint import InputError, Parser, command_line, read_json
 from draft import Drafter
-from model import InputError, Parser, read_json
-from sets import SETS, choose_sets, lengthened, read_prompts, read_set, user, write_aside
+from sets import SETS, choose_sets, lengthened, user, write_aside
 from speculate import TINY, Sampling, Stats, generate, load, say
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))      # set by torchrun
@@ -438,13 +438,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        say(f"error: {error}")
-        sys.exit(2)
-    except (KeyboardInterrupt, BrokenPipeError):
-        os._exit(130)                              # without a flush of a pipe that is closed
-    except OSError as error:
-        say(f"error: {error.filename or 'the output'} cannot be written ({error.strerror})")
-        sys.exit(2)
+    command_line(main)

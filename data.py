@@ -4,8 +4,8 @@
     python data.py regenerate --target Qwen/Qwen3-8B --prompts prompts.jsonl --out responses.jsonl
     python data.py regenerate ... --base-url http://HOST:8000/v1 --model NAME                     the target on a running vLLM, SGLang or llama.cpp
 
-A drafter learns what its target would say, with the chat template and the thinking mode it will be served with. Prompt and response are stored as
-the token ids they were made of and never rendered again: text that goes through a tokenizer once more can come out as other tokens.
+A drafter learns what its target would say, with the chat template and the thinking mode it will be served with. Token ids are stored, and never
+rendered again: text that goes through a tokenizer once more can come out as other tokens.
 
 A responses file is JSON lines. The first one, the header, says what made the others: target, vocabulary, template, sampling. Then, as they come,
     {"line": 17, "prompt_ids": [...], "response_ids": [...], "prompt": "..."}
@@ -31,7 +31,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from model import Config, InputError, Parser, check_dtype, checkpoint_dir, read_json
+from checkpoint import InputError, Parser, check_dtype, checkpoint_dir, command_line, read_json
+from model import Config
 from target import Target, check_device, read_stop_ids
 from tokenizer import Tokenizer
 
@@ -187,7 +188,7 @@ def open_responses(path, header, done):
                 raise InputError(f"{path}: made with {key} {made.get(key)!r}, but now it is {header[key]!r}; choose another --out")
         for _, row, end in entries:
             done.add(row.get("line"))
-        os.truncate(path, end)          # a half-written last line
+        os.truncate(path, end)          # without a half-written last line
         yield file
 
 
@@ -250,19 +251,26 @@ def server_answers(prompts, args, tokenizer, stop_ids):
 
 
 def ask(prompt, args, tokenizer, stop_ids):
-    """-> a row, or why there is none (text). Runs in a thread of its own, and tries again where that may help."""
+    """-> a row, or why there is none (text)."""
     body = {"model": args.model, "prompt": prompt["prompt_ids"], "max_tokens": args.max_new_tokens, "stop_token_ids": sorted(stop_ids),
             "temperature": args.temperature, "seed": args.seed + prompt["line"], "skip_special_tokens": False, "stream": False,
             "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,      # whatever the server's defaults are: the target's own distribution
             "return_token_ids": True, "n_probs": 1}                # ids from vLLM and SGLang; from llama.cpp, beside its log-probabilities
-    request = urllib.request.Request(args.base_url.rstrip("/") + "/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+
+    def read(answer, tries):
+        ids, marks = ids_of(answer["choices"][0], tokenizer, stop_ids)
+        return ids if isinstance(ids, str) else row_of(prompt, ids, stop_ids, **marks)
+    return post(args.base_url.rstrip("/") + "/completions", body, read)
+
+
+def post(url, body, read):
+    """Send a request, again where that may help -> read(the answer's JSON, tries before it), or why there is none (text). Runs in threads."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     for attempt in range(TRIES):
-        if attempt:
-            time.sleep(2 ** attempt / 4)
+        time.sleep(2 ** attempt / 4 if attempt else 0)
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-                ids, marks = ids_of(json.loads(answer.read())["choices"][0], tokenizer, stop_ids)
-            return ids if isinstance(ids, str) else row_of(prompt, ids, stop_ids, **marks)
+                return read(json.loads(answer.read()), attempt)
         except urllib.error.HTTPError as error:
             failure = str(error)
             with contextlib.suppress(*FAULTS):
@@ -414,12 +422,10 @@ def parse_args(argv=None):
     server.add_argument("--base-url", help="such as http://HOST:8000/v1")
     server.add_argument("--model", help="its name there")
     args = parser.parse_args(argv)
-    for name, least in (("limit", 1), ("max_new_tokens", 1), ("batch_size", 1), ("temperature", 0)):
+    for name, least in (("limit", 1), ("max_new_tokens", 1), ("batch_size", 1), ("temperature", 0), ("seed", -2**63)):
         value = getattr(args, name)
         if value is not None and not least <= value < 2**31:
             raise InputError(f"--{name.replace('_', '-')} is {value}, but a number from {least} up is needed")
-    if not -2**63 <= args.seed < 2**63:
-        raise InputError(f"--seed is {args.seed}, but it has to fit 64 bits")
     if (args.base_url is None) != (args.model is None):
         raise InputError("--base-url and --model, the target's name there, need each other")
     if args.base_url is not None and (args.device or args.dtype or not re.fullmatch(URL, args.base_url)):
@@ -432,19 +438,12 @@ def main(argv=None):
     check_device(args.device)
     try:
         regenerate(args)
-    except torch.OutOfMemoryError:
-        raise InputError(f"{args.device or 'cuda'} has not the memory for --batch-size {args.batch_size}; the same command with a smaller one goes on")
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on from here")
+        return 130
     except OSError as error:
         raise InputError(f"{args.out}: not writable ({error.strerror})")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-        os._exit(0)     # what was made is on the disk; threads that wait for a server would hold up sys.exit
-    except InputError as error:
-        say(f"error: {error}")
-        os._exit(2)
-    except KeyboardInterrupt:
-        say("stopped; the same command goes on from here")
-        os._exit(130)
+    command_line(main, os._exit)

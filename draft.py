@@ -19,7 +19,8 @@ import torch
 import torch.nn as nn
 from safetensors.torch import save
 
-from model import Config, DecoderLayer, InputError, KVCache, RMSNorm, Rotary, checkpoint_dir, load_weights, read_json
+from checkpoint import InputError, checkpoint_dir, load_weights, read_json
+from model import Config, DecoderLayer, KVCache, RMSNorm, Rotary
 
 LAYOUT = "fill-in"      # how our config.json names the slots above; drafters whose slot k predicts the token after it would load, and accept nothing
 

@@ -1,4 +1,4 @@
-"""What target and drafter share: configuration, checkpoint files, RMSNorm, rotary positions, attention, MLP, decoder layer, K/V cache.
+"""What target and drafter share: configuration, RMSNorm, rotary positions, attention, MLP, decoder layer, K/V cache.
 
 One decoder layer serves Qwen3, Qwen2.5 and Llama-3; flags read from the checkpoint's config.json say which biases and norms it has.
 Checked against transformers in tests/test_target.py: logits, every tapped layer, greedy tokens.
@@ -9,29 +9,16 @@ Shapes are written out as (batch, T, H) with
     V  vocab_size                      B  the drafter's block size
     heads, kv_heads: query heads, and the fewer K/V heads that groups of `group = heads / kv_heads` query heads share.
 """
-import argparse
 import functools
-import json
 import math
-import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-
-class InputError(Exception):
-    """The user's input cannot be served: one clear sentence. Command lines print it to stderr and exit with code 2."""
-
-
-class Parser(argparse.ArgumentParser):
-    """A command line whose mistakes are InputErrors, too."""
-
-    def error(self, message):
-        raise InputError(f"{message}; --help lists the options")
+from checkpoint import InputError
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -133,95 +120,6 @@ def read_rope(raw, file):
     for key in wanted[kind]:
         positive(rope, key, file)
     return rope
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoint files
-
-def checkpoint_dir(name):
-    """A local directory as it is; a hub id ("Qwen/Qwen3-8B") downloaded, or from the cache when there is no network. -> Path"""
-    if str(name) and Path(name).is_dir():
-        return Path(name)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or Path(name).exists():
-        raise InputError(f"{name}: no such directory, and not a hub id of the form owner/name")
-    from huggingface_hub import snapshot_download
-    try:
-        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    except Exception as error:       # httpx, OSError and a dozen hub errors: all of them mean the same to the user
-        reason = str(error).strip().splitlines()
-        raise InputError(f"{name}: not in the local cache and not to be had from the hub ({reason[0] if reason else type(error).__name__})")
-
-
-def read_json(path):
-    """A JSON object from a file. InputError where it is missing or broken."""
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file")
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not readable as JSON ({error})")
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: a JSON object was expected")
-    return value
-
-
-def weight_files(directory):
-    """The safetensors files of a checkpoint -> {path: names that the index puts there, or None where there is no index}."""
-    index = directory / "model.safetensors.index.json"
-    if not index.exists():
-        return {directory / "model.safetensors": None}
-    shards = {}
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
-        raise InputError(f"{index}: weight_map, from tensor to file name, is missing or empty or broken")
-    for name, file in weight_map.items():
-        shards.setdefault(directory / file, set()).add(name)
-    return shards
-
-
-def check_dtype(dtype):
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise InputError(f"dtype {str(dtype).removeprefix('torch.')} is refused: the hidden states of these models overflow fp16; use float32 or bfloat16")
-
-
-def load_weights(model, directory, device, dtype, rename=lambda name: name):
-    """Fill a model built on the meta device, one tensor at a time, so that memory holds the model and one tensor more.
-
-    `rename` gives the model's name of a stored tensor, or None to pass it over. InputError for a missing, leftover or ill-shaped tensor, and for a broken file.
-    """
-    from safetensors import SafetensorError, safe_open
-    check_dtype(dtype)
-    wanted, seen = dict(model.named_parameters()), set()
-    for path, listed in weight_files(directory).items():
-        if not path.is_file():
-            raise InputError(f"{path}: no such file")
-        try:
-            with safe_open(path, framework="pt") as file:
-                stored = set(file.keys())
-                if listed and listed != stored:
-                    raise InputError(f"{path}: the index and this shard disagree about the tensor {min(listed ^ stored)}")
-                for name in sorted(stored):
-                    ours = rename(name)
-                    if ours is None:
-                        continue
-                    if ours not in wanted:
-                        raise InputError(f"{path}: the tensor {name} has no place in this model")
-                    shape, expected = tuple(file.get_slice(name).get_shape()), tuple(wanted[ours].shape)
-                    if shape != expected:
-                        raise InputError(f"{path}: the tensor {name} has shape {shape}, config.json asks for {expected}")
-                    tensor = file.get_tensor(name)
-                    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                        raise InputError(f"{path}: the tensor {name} is {tensor.dtype}, quantised weights are not supported")
-                    tensor = tensor.to(device, dtype, copy=True)
-                    if not tensor.isfinite().all():
-                        raise InputError(f"{path}: the tensor {name} holds NaN or infinity")
-                    owner, _, leaf = ours.rpartition(".")
-                    setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
-                    seen.add(ours)
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{path}: not a whole safetensors file ({error})")
-    if missing := sorted(wanted.keys() - seen):
-        raise InputError(f"{directory}: tensors missing from the weights: {', '.join(missing[:3])}{' ...' * (len(missing) > 3)} ({len(missing)} in all)")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import data
+from checkpoint import InputError, Parser, command_line
 from draft import DraftConfig, Drafter, default_target_layer_ids
-from model import InputError, Parser
 from speculate import TINY, load, say
 from train import default_gamma, fit, make_optimisers, ranks, real_tau, total, visible
 
@@ -71,9 +71,6 @@ def new_drafter(target, args, tokenizer):
     return drafter.requires_grad_().train()
 
 
-SMALLER = "a smaller --batch-size (with --accumulate), --anchors or --max-length helps"
-
-
 def memory_needed(target, drafter, args, S):
     """Bytes of a training step, an estimate: 16 per drafter parameter (fp32 weights, gradients, AdamW's two moments), the frozen target, and what the
     forward keeps for the backward pass of a micro-batch of S tokens with N anchors each."""
@@ -92,7 +89,8 @@ def check_memory(target, drafter, args, S):
     needed = memory_needed(target, drafter, args, S)
     there = torch.cuda.mem_get_info(target.device)[1] if target.device.type == "cuda" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
-        raise InputError(f"a step needs about {needed / 1e9:.1f} GB, {target.device} has {there / 1e9:.1f}: {SMALLER}")
+        raise InputError(f"a step needs about {needed / 1e9:.1f} GB, {target.device} has {there / 1e9:.1f}: "
+                         "a smaller --batch-size (with --accumulate), --anchors or --max-length helps")
     return needed
 
 
@@ -359,12 +357,14 @@ def fill_in(args):
 
 
 def own_responses():
-    """The embedded target's answers to tiny/train.jsonl: made once, kept in runs/."""
-    path = Path("runs", "tiny-responses.jsonl")
+    """The embedded target's answers to tiny/train.jsonl: made once for these very weights, kept in runs/."""
+    weights = hashlib.sha256((TINY / "target" / "model.safetensors").read_bytes()).hexdigest()
+    path = Path("runs", f"tiny-responses-{weights[:8]}.jsonl")
     if ranks()[0] == 0:
         path.parent.mkdir(exist_ok=True)
         say(f"{path}: the target's own responses, a few minutes the first time")
-        data.main(["regenerate", "--prompts", str(TINY / "train.jsonl"), "--out", str(path), "--batch-size", "256", "--max-new-tokens", "320"])
+        if data.main(["regenerate", "--prompts", str(TINY / "train.jsonl"), "--out", str(path), "--batch-size", "256", "--max-new-tokens", "320"]):
+            raise KeyboardInterrupt
     total(torch.zeros(1))                                  # the other ranks wait here
     return path
 
@@ -391,14 +391,4 @@ def start(argv=None):
 
 
 def main():
-    try:
-        sys.exit(start())
-    except InputError as error:
-        say(f"error: {error}")
-    except torch.OutOfMemoryError:
-        say(f"error: the device has not the memory for this: {SMALLER}")
-    except OSError as error:
-        say(f"error: {error.filename or 'the output'} cannot be written ({error.strerror})")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    sys.exit(2)
+    command_line(start)

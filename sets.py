@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 
 import data
-from model import InputError
+from checkpoint import InputError
 from speculate import TINY
 
 GITHUB = "https://raw.githubusercontent.com/"

@@ -23,8 +23,8 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import torch
 
+from checkpoint import InputError, Parser, checkpoint_dir, command_line
 from draft import Drafter
-from model import InputError, Parser, checkpoint_dir
 from target import Target, best_device, check_device
 from tokenizer import Tokenizer
 
@@ -438,13 +438,4 @@ def first_difference(target, tokenizer, prompt, plain, fast):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        say(f"error: {error}")
-        sys.exit(2)
-    except (KeyboardInterrupt, BrokenPipeError):
-        os._exit(130)                       # without a flush of a pipe that is closed
-    except OSError as error:
-        say(f"error: the output cannot be written ({error.strerror})")
-        os._exit(2)
+    command_line(main)

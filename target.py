@@ -7,7 +7,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import Config, DecoderLayer, InputError, KVCache, RMSNorm, Rotary, checkpoint_dir, load_weights, read_json
+from checkpoint import InputError, checkpoint_dir, load_weights, read_json
+from model import Config, DecoderLayer, KVCache, RMSNorm, Rotary
 
 
 class Target(nn.Module):

@@ -24,7 +24,7 @@ import jinja2.sandbox
 import regex  # tiktoken's own dependency
 import tiktoken
 
-from model import InputError, read_json
+from checkpoint import InputError, read_json
 
 
 # ---------------------------------------------------------------------------------------------------------------------

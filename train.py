@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from model import InputError
+from checkpoint import InputError
 from speculate import Stats, generate
 
 

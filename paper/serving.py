@@ -33,8 +33,8 @@ from statistics import mean
 
 from tqdm import tqdm
 
-from data import FAILURES, FAULTS, TIMEOUT, TRIES, json_object, open_turn, prompt_lines, say
-from model import InputError, Parser, read_json
+from checkpoint import InputError, Parser, command_line, read_json
+from data import FAILURES, FAULTS, json_object, open_turn, post, prompt_lines, say
 
 PUBLISHED = Path(__file__).with_name("published.json")
 HELDOUT = Path(__file__).resolve().parents[1] / "tiny" / "heldout.jsonl"
@@ -55,26 +55,6 @@ def request_body(messages, args):
     return {"model": args.model, "messages": messages, "max_tokens": args.max_new_tokens, "temperature": args.temperature, "stream": False,
             "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,      # whatever the server's defaults: the target's own distribution
             "chat_template_kwargs": {"enable_thinking": args.thinking}, "return_meta_info": True}
-
-
-def ask(url, body):
-    """-> Answer, or why there is none (text). Runs in a thread of its own, and tries again where that may help."""
-    request = urllib.request.Request(url + "/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    for attempt in range(TRIES):
-        if attempt:
-            time.sleep(2 ** attempt / 4)
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-                return read_answer(json.loads(answer.read()), attempt)
-        except urllib.error.HTTPError as error:
-            failure = str(error)
-            with contextlib.suppress(*FAULTS):
-                failure += ": " + error.read(300).decode("utf-8", "replace").strip()
-            if 400 <= error.code < 500 and error.code not in (408, 429):
-                break                                              # the request itself is refused
-        except FAULTS as error:
-            failure = f"{type(error).__name__}: {error}"
-    return failure
 
 
 def read_answer(answer, retries):
@@ -124,14 +104,14 @@ def send(url, bodies, concurrency, title):
     pool = concurrent.futures.ThreadPoolExecutor(concurrency)
     try:
         with tqdm(total=len(bodies), desc=title, unit="request", file=sys.stderr) as bar:
-            for future in concurrent.futures.as_completed([pool.submit(ask, url, body) for body in bodies]):
+            for future in concurrent.futures.as_completed([pool.submit(post, url + "/chat/completions", body, read_answer) for body in bodies]):
                 answer = future.result()
                 if isinstance(answer, Answer):
                     answers.append(answer)
                     in_a_row, tokens = 0, tokens + answer.tokens
                 else:
                     failed, in_a_row = failed + 1, in_a_row + 1
-                    say(f"{url}: no answer to a request ({answer})")
+                    say(f"{url}: {answer}")
                     if in_a_row == min(FAILURES, len(bodies)):
                         raise InputError(f"{url}: {in_a_row} requests in a row failed; the last one: {answer}")
                 bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s", refresh=False)
@@ -308,16 +288,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-        code = 0
-    except InputError as error:
-        say(f"error: {error}")
-        code = 2
-    except (KeyboardInterrupt, BrokenPipeError):
-        code = 130
-    except OSError as error:
-        say(f"error: the output cannot be written ({error.strerror})")
-        code = 2
-    sys.stderr.flush()
-    os._exit(code)      # threads that wait for a server would hold up sys.exit
+    command_line(main, os._exit)

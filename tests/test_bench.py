@@ -20,7 +20,8 @@ import torch
 import bench
 import speculate
 import toys
-from model import InputError
+from checkpoint import InputError
+from sets import read_prompts, read_set
 from speculate import TINY, Cycle, Stats, commit
 from test_speculate import LOOP_V, chi_square_p, small_drafter, small_target
 
@@ -191,12 +192,12 @@ def server(monkeypatch, tmp_path):
 
 
 def test_a_set_is_fetched_once(server, tmp_path):
-    first = bench.read_set("gsm8k")
+    first = read_set("gsm8k")
     assert sorted(row for row, _, _ in first) == [0, 1, 2] and server.asked == 1
     assert [file.name for file in (tmp_path / "cache" / "nanodflash").iterdir()] == ["gsm8k_test.jsonl"]
     server.stop()                                  # offline from here
-    assert bench.read_set("gsm8k") == first
-    assert bench.read_set("gsm8k", tmp_path / "cache" / "nanodflash") == first
+    assert read_set("gsm8k") == first
+    assert read_set("gsm8k", tmp_path / "cache" / "nanodflash") == first
 
 
 @pytest.mark.parametrize("answer, words", [
@@ -204,29 +205,29 @@ def test_a_set_is_fetched_once(server, tmp_path):
 def test_a_set_that_is_not_whole_is_refused(server, tmp_path, answer, words):
     server.stop() if answer is None else setattr(server, "answer", answer)
     with pytest.raises(InputError, match=words) as caught:
-        bench.read_set("gsm8k")
+        read_set("gsm8k")
     assert "http://127.0.0.1" in str(caught.value) and not list(tmp_path.rglob("*.jsonl*"))
 
 
 def test_copies_are_checked_too(server, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="--data-dir"):
-        bench.read_set("gsm8k", tmp_path)
-    bench.read_set("gsm8k")
+        read_set("gsm8k", tmp_path)
+    read_set("gsm8k")
     cached = tmp_path / "cache" / "nanodflash" / "gsm8k_test.jsonl"
     cached.write_bytes(cached.read_bytes()[:-9])
     for folder in (None, cached.parent):
         with pytest.raises(InputError, match="broken or changed"):
-            bench.read_set("gsm8k", folder)
+            read_set("gsm8k", folder)
     cached.unlink()
     monkeypatch.setitem(bench.SETS, "gsm8k", (*bench.SETS["gsm8k"][:3], 4, *bench.SETS["gsm8k"][4:]))
     with pytest.raises(InputError, match="3 rows in gsm8k_test.jsonl, but 4"):
-        bench.read_set("gsm8k")
+        read_set("gsm8k")
 
 
 @needs_shared
 def test_the_real_sets():
     """The files of ../shared: the hashes and counts that the code states, and the authors' words around each prompt."""
-    sets = {name: bench.read_set(name, SHARED / "data") for name in bench.SETS}
+    sets = {name: read_set(name, SHARED / "data") for name in bench.SETS}
     assert {name: len(prompts) for name, prompts in sets.items()} == {"gsm8k": 1319, "math500": 500, "humaneval": 164, "mbpp": 257, "mt-bench": 80}
     assert [row for row, _, _ in sets["humaneval"][:5]] == [61, 104, 105, 42, 145]         # random.Random(42), as in the authors' package
     by_row = {name: {row: texts for row, _, texts in prompts} for name, prompts in sets.items()}
@@ -247,10 +248,10 @@ def test_prompts_of_every_form(tmp_path):
     lines = ['{"prompt": "a"}', "", '{"turns": ["b", "c"], "task": "two"}',
              '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}]}']
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
-    assert bench.read_prompts(tmp_path / "mine.jsonl") == {
+    assert read_prompts(tmp_path / "mine.jsonl") == {
         "mine": [(1, [], ["a"]), (4, [{"role": "system", "content": "s"}], ["d"])], "two": [(3, [], ["b", "c"])]}
     (tmp_path / "plain.txt").write_text("what is this?\n\n{and} that\n")
-    assert bench.read_prompts(tmp_path / "plain.txt") == {"plain": [(1, [], ["what is this?"]), (3, [], ["{and} that"])]}
+    assert read_prompts(tmp_path / "plain.txt") == {"plain": [(1, [], ["what is this?"]), (3, [], ["{and} that"])]}
 
 
 @pytest.mark.parametrize("line", [
@@ -260,7 +261,7 @@ def test_a_bad_line_is_named(tmp_path, line):
     text = line if isinstance(line, bytes) else line.encode()
     (tmp_path / "mine.jsonl").write_bytes(b'{"prompt": "a"}\n\n' + text + b"\n")
     with pytest.raises(InputError, match="mine.jsonl, line 3: "):
-        bench.read_prompts(tmp_path / "mine.jsonl")
+        read_prompts(tmp_path / "mine.jsonl")
 
 
 def test_lengthened_prompts(checkpoint):

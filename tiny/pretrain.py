@@ -24,13 +24,14 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from tqdm import tqdm
 
-from model import Config, InputError, Parser
+from checkpoint import InputError, Parser, command_line
+from model import Config
 from target import Target
 from tiny.tasks import TASKS, examples
 
 HERE = Path(__file__).parent
 WEIGHTS = {"arithmetic": 0.5, "code": 0.25, "story": 0.25}
-PROMPT_WEIGHT, COPY_WEIGHT = 0.3, 5.0
+PROMPT_WEIGHT, COPY_WEIGHT, DIGIT_WEIGHT = 0.3, 5.0, 4.0
 VOCAB_ROWS, SPECIALS = 2048, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # Qwen's own split: words with the sign before them, single digits, punctuation, white space.
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -57,7 +58,7 @@ def pretrain(args):
     state_file = args.out / "state.pt"
     first = restore(state_file, target, optimisers, settings)
     forward = torch.compile(target, dynamic=True) if args.compile else target
-    batches = stream(tokenizer, args.seed, args.tokens, first)
+    batches, digits = stream(tokenizer, args.seed, args.tokens, first), torch.tensor([tokenizer.token_to_id(d) for d in "0123456789"])
     stopped = watch_signals()
     bar = tqdm(zip(range(first, args.steps), batches), initial=first, total=args.steps, unit="step", mininterval=5)
     for step, batch in bar:
@@ -65,7 +66,7 @@ def pretrain(args):
         for optimiser in optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = group["peak"] * schedule(step, args.steps)
-        loss = train_step(forward, batch, optimisers)
+        loss = train_step(forward, batch if step < 3 * args.steps // 4 else stress_digits(batch, digits), optimisers)
         bar.set_postfix_str(f"loss {loss:.4f}, {batch[0].numel() / (time.perf_counter() - began):,.0f} tokens/s")
         last = step == args.steps - 1
         if step % 50 == 49 or last or stopped:
@@ -227,8 +228,17 @@ def make_optimisers(target, lr, embedding_lr):
 
 
 def schedule(step, steps):
-    """A short warm-up, a plateau, and the last 60 % a straight line to zero."""
-    return min((step + 1) / 40, 1.0, (steps - step) / (0.6 * steps))
+    """The learning rate falls twice: in the first three quarters a short warm-up, a plateau and a straight line to zero; then from 0.4 to zero again."""
+    first = 3 * steps // 4
+    if step < first:
+        return min((step + 1) / 40, 1.0, (first - step) / (0.6 * first))
+    return 0.4 * (steps - step) / (steps - first)
+
+
+def stress_digits(batch, digits):
+    """The last quarter is for arithmetic, once copying is learnt: the responses' digits count DIGIT_WEIGHT times."""
+    ids, labels, weights = batch
+    return ids, labels, torch.where(torch.isin(labels, digits) & (weights == 1), DIGIT_WEIGHT, weights)
 
 
 def train_step(forward, batch, optimisers):
@@ -311,10 +321,4 @@ def save_checkpoint(target, tokenizer, out):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        say(f"error: {error}")
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)                   # before the first step
+    command_line(main)
