@@ -191,7 +191,7 @@ def run(args, state=None):
         args.out.mkdir(parents=True, exist_ok=True)
         versions = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.platform(), "device": str(target.device)}
         write_aside(args.out / "run.json", json.dumps({"command": shlex.join(sys.argv), "versions": versions, "settings": settings}, indent=1) + "\n")
-    log = open_log(args.out, step) if rank == 0 else None
+    log, taus = open_log(args.out, step) if rank == 0 else None, {}
     with tqdm(total=args.steps, initial=step, unit="step", mininterval=2, disable=rank > 0) as bar:
         for record in fit(target, drafter, optimisers, rows, args, step):
             step = record["step"]
@@ -201,8 +201,8 @@ def run(args, state=None):
             stop = total(torch.tensor(float(bool(stopping)), device=target.device)).item() > 0               # all ranks together
             if rank == 0:
                 if not stop and (step % args.eval_every == 0 or step == args.steps):
-                    record["tau"] = real_tau(target, drafter, tokenizer, prompts, stop=stopping)
-                    tqdm.write(f"step {step}: {said}, real tau {record['tau']}", file=sys.stderr)
+                    record["tau"] = taus = real_tau(target, drafter, tokenizer, prompts, stop=stopping)
+                    tqdm.write(f"step {step}: {said}, real tau {taus}", file=sys.stderr)
                 log.write(json.dumps(record) + "\n")
                 log.flush()
                 if stop or "tau" in record:
@@ -216,14 +216,13 @@ def run(args, state=None):
             say(f"stopped after step {step} of {args.steps}; python train.py --resume {shlex.quote(str(args.out))} goes on")
         else:
             say(f"{args.out}: drafter, log.jsonl and figure.png; try python speculate.py --target {args.target} --draft {args.out} --prompt ...")
-            compare_with_shipped(args, target, drafter, tokenizer, prompts)
+            compare_with_shipped(args, target, tokenizer, prompts, taus)
     return step == args.steps
 
 
-def compare_with_shipped(args, target, drafter, tokenizer, prompts):
-    """For the embedded target: real tau of this drafter and of the one in tiny/, on the same prompts."""
-    if args.target == str(TINY / "target") and (TINY / "drafter" / "config.json").exists():
-        ours = real_tau(target, drafter, tokenizer, prompts)
+def compare_with_shipped(args, target, tokenizer, prompts, ours):
+    """For the embedded target: the real tau of this drafter beside that of the one in tiny/, on the same prompts."""
+    if ours and args.target == str(TINY / "target") and (TINY / "drafter" / "config.json").exists():
         shipped = real_tau(target, Drafter.load(TINY / "drafter"), tokenizer, prompts)
         for task, tau in ours.items():
             say(f"tau on held-out prompts, {task}: {tau:.2f}, the shipped drafter's {shipped[task]:.2f} ({tau / shipped[task]:.0%})")

@@ -42,7 +42,7 @@ def command(*options, code="", **kwargs):
     return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, **kwargs)
 
 
-def test_resumed_is_bit_for_bit_the_same(tmp_path, answers):
+def test_resumed_is_bit_for_bit_the_same(tmp_path, answers, monkeypatch):
     kill = "save = run.save_state\ndef saved(path, step, *a):\n    save(path, step, *a)\n    if step == 3: import os; os._exit(9)\nrun.save_state = saved"
     options = ["--data", answers, *SMALL, "--optimizer", "muon"]
     whole = command(*options, "--out", tmp_path / "whole")
@@ -52,6 +52,8 @@ def test_resumed_is_bit_for_bit_the_same(tmp_path, answers):
         log.write('{"step": 4, "loss": 9}\n{"step": 5, "lo')
     again = command("--resume", tmp_path / "cut")
     assert again.returncode == 0, again.stderr
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    assert run.start(["--resume", str(tmp_path / "cut")]) == 0, "a run that has ended ends once more"
     states = [torch.load(tmp_path / name / "state.pt") for name in ("whole", "cut")]
     assert all(torch.equal(states[0]["drafter"][name], p) for name, p in states[1]["drafter"].items())
     logs = [[json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()] for name in ("whole", "cut")]
