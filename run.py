@@ -289,8 +289,8 @@ def draw_mask(path, anchors=(2, 4, 9), S=12, B=4):
 
 # What stands where the user says nothing: the paper's numbers, and for the embedded target those that won on it (python -m paper.ablations).
 PAPER = {"layers": 5, "anchors": 512, "max_length": 3072, "loss": "decay", "optimizer": "adamw", "epochs": 6, "batch_size": 2, "accumulate": 16, "eval_every": 200}
-EMBEDDED = PAPER | {"layers": 3, "anchors": 24, "loss": "dpace", "optimizer": "muon", "steps": 360, "batch_size": 32, "accumulate": 1, "eval_every": 90}
-LR = {"adamw": 6e-4, "muon": 0.02}
+EMBEDDED = PAPER | {"layers": 3, "anchors": 24, "loss": "dpace", "optimizer": "muon", "steps": 420, "batch_size": 32, "accumulate": 1, "eval_every": 140}
+LR = {"adamw": 6e-4, "muon": 0.03}
 
 
 def parse_args(argv=None):
@@ -313,15 +313,15 @@ def parse_args(argv=None):
     loss.add_argument("--gamma", type=float, help="of decay (default: 7, 5, 4 for block sizes 16, 10, 8, else half the block)")
     optimiser = parser.add_argument_group("optimiser")
     optimiser.add_argument("--optimizer", choices=["adamw", "muon"], help="default: adamw; for the embedded target muon, on the matrices")
-    optimiser.add_argument("--lr", type=float, help="peak (default: 6e-4 for adamw, 0.02 for muon)")
+    optimiser.add_argument("--lr", type=float, help="peak (default: 6e-4 for adamw, 0.03 for muon)")
     run = parser.add_argument_group("run")
     run.add_argument("--out", type=Path, help="new directory (default: runs/DATE-TIME)")
     run.add_argument("--resume", type=Path, metavar="DIR", help="go on with the run in DIR, with its own options")
     run.add_argument("--epochs", type=int, help="default: 6")
-    run.add_argument("--steps", type=int, help="in place of epochs (default for the embedded target: 360)")
+    run.add_argument("--steps", type=int, help="in place of epochs (default for the embedded target: 420)")
     run.add_argument("--batch-size", type=int, help="conversations in a micro-batch, on each rank (default: 2; for the embedded target 32)")
     run.add_argument("--accumulate", type=int, help="micro-batches a step (default: 16; for the embedded target 1)")
-    run.add_argument("--eval-every", type=int, help="steps between measurements of tau, each with a save (default: 200; for the embedded target 90)")
+    run.add_argument("--eval-every", type=int, help="steps between measurements of tau, each with a save (default: 200; for the embedded target 140)")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--device", help="cpu, cuda, mps (default: cuda if there, mps for targets over 100M parameters, else cpu)")
     run.add_argument("--compile", action="store_true", help="torch.compile the drafter")
