@@ -336,6 +336,8 @@ def parse_args(argv=None):
         (args.resume and not args.json, "--resume needs --json FILE, whose FILE.part it goes on with")):
         if refused:
             raise InputError(why)
+    if args.json and (not args.json.name or args.json.is_dir()):
+        raise InputError(f"--json {args.json}: not a file to write to")
     args.part = args.json and args.json.with_name(f"{args.json.name}.part{RANK or ''}")
     return args
 
@@ -380,7 +382,8 @@ def open_part(path, settings, resume):
     try:
         first, *measured = [json.loads(line) for line in whole.splitlines()] or [settings]
         changed = [key for key in settings if first.get(key) != settings[key]]
-    except (ValueError, AttributeError):
+        itertools.chain(*(row.items() for rows in measured for row in rows))
+    except (ValueError, AttributeError, TypeError):
         raise InputError(f"{path}: not a file that was written here")
     if changed or (whole and not resume):
         raise InputError(f"{path} is left of a " + (f"run with another {', '.join(changed)}" if changed else "run that was cut: --resume goes on with it"))
@@ -392,6 +395,8 @@ def run(args):
     """Measure -> header, rows, names of the sets and of the methods, draft_times of each drafter, and whether Ctrl-C came before the end."""
     sets, counts = choose_sets(args)
     target, tokenizer, methods = load_all(args)
+    if max(context or 0 for context in args.context) >= (limit := target.config.max_position_embeddings):
+        raise InputError(f"--context: {max(args.context)} tokens leave no room in the target's max_position_embeddings, {limit}")
     header, rows, part, latency, stopped = describe(target, methods), [], None, {}, False
     settings = {key: value for key, value in vars(args).items() if key not in ("json", "part", "resume", "figures", "data_dir", "device")}
     settings |= header | {"prompts": hashlib.sha256(repr((sets, counts)).encode()).hexdigest()}

@@ -3,6 +3,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def command_line(main, leave=sys.exit):
 
     leave: os._exit for a command whose threads may still wait for a server, which sys.exit would wait for, too.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)      # as Ctrl-C
     try:
         code = main() or 0
         sys.stdout.flush()

@@ -31,18 +31,20 @@ from train import default_gamma, fit, make_optimisers, ranks, real_tau, total, v
 # ---------------------------------------------------------------------------------------------------------------------
 # What a run needs
 
-def read_prompts(path, each):
-    """The first `each` prompts of every task of a JSONL file -> [(task, prompt)]."""
+def read_prompts(path, each, target, tokenizer, max_new_tokens=256):
+    """The first `each` prompts of every task of a JSONL file, each with room for an answer of max_new_tokens -> [(task, prompt)]."""
     found = {}
-    try:
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-            row = json.loads(line)
-            found.setdefault(row.get("task", "prompts"), []).append(row["prompt"] + "")
-    except OSError as error:
-        raise InputError(f"{path}: not readable ({error.strerror})")
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise InputError(f"{path}, line {number}: not a JSON object with a prompt")
-    return [(task, prompt) for task, prompts in found.items() for prompt in prompts[:each]]
+    for number, line in data.prompt_lines(path):
+        row = data.json_object(line) or {}
+        if not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
+            raise InputError(f"{path}, line {number}: not a JSON object with a prompt")
+        of_task = found.setdefault(str(row.get("task", "prompts")), [])
+        if len(of_task) < each:
+            length, limit = len(tokenizer.chat([{"role": "user", "content": row["prompt"]}])), target.config.max_position_embeddings
+            if length + max_new_tokens > limit:
+                raise InputError(f"{path}, line {number}: {length} tokens, and {max_new_tokens} of an answer, do not fit the target's {limit}")
+            of_task.append(row["prompt"])
+    return [(task, prompt) for task, prompts in found.items() for prompt in prompts]
 
 
 def new_drafter(target, args, tokenizer):
@@ -114,11 +116,15 @@ def save_state(path, step, drafter, optimisers, settings):
 def load_state(directory):
     """The state that a run left in its directory."""
     try:
-        return torch.load(directory / "state.pt", map_location="cpu")
+        state = torch.load(directory / "state.pt", map_location="cpu")
+        if not isinstance(state, dict) or state.keys() != {"step", "drafter", "optimisers", "settings"}:
+            raise ValueError("not a state of train.py")
+        return state
     except FileNotFoundError:
         raise InputError(f"{directory}: no state.pt, so no run to go on with")
     except Exception as error:                             # torch has many words for a file that is none of its own
-        raise InputError(f"{directory / 'state.pt'}: not readable ({str(error).splitlines()[0]})")
+        why = str(error).split(". ")[0].splitlines()[0]    # its first sentence
+        raise InputError(f"{directory / 'state.pt'}: not readable ({why})")
 
 
 def read_log(path):
@@ -127,7 +133,7 @@ def read_log(path):
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
             records.append(json.loads(line))
-    return records
+    return [record for record in records if isinstance(record, dict) and "step" in record]
 
 
 def open_log(directory, first):
@@ -143,7 +149,9 @@ def write_aside(path, text):
 
 
 def check_out(directory):
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"--out {directory}: not a directory")
+    if directory.exists() and any(directory.iterdir()):
         raise InputError(f"{directory} is not empty: --resume goes on with a run that it holds, or name another --out")
 
 
@@ -171,14 +179,12 @@ def prepare(args, state):
     inform(f"{len(rows):,} conversations, {each} a step, {args.steps:,} steps, {args.steps * each / len(rows):.1f} epochs; a drafter of "
            f"{parameters / 1e6:.2f}M parameters, blocks of {c.block_size}, taps {list(c.target_layer_ids)}, mask id {c.mask_token_id}")
     inform(f"{args.optimizer} at lr {args.lr:g}, loss {args.loss}, gamma {args.gamma:g}, about {needed / 1e9:.1f} GB on {target.device.type}; {args.out}")
-    return target, drafter, tokenizer, rows, read_prompts(args.eval_prompts, args.eval_each), settings
+    return target, drafter, tokenizer, rows, read_prompts(args.eval_prompts, args.eval_each, target, tokenizer), settings
 
 
 def run(args, state=None):
     """One whole run: fit, measure, log, save. -> whether it came to its end; Ctrl-C and SIGTERM end it after the step under way."""
     rank, stopping = ranks()[0], []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: os._exit(130) if stopping else stopping.append(number))       # the second time at once
     target, drafter, tokenizer, rows, prompts, settings = prepare(args, state)
     optimisers, step = make_optimisers(drafter, args.optimizer, args.lr), 0
     if state:
@@ -191,7 +197,10 @@ def run(args, state=None):
         args.out.mkdir(parents=True, exist_ok=True)
         versions = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.platform(), "device": str(target.device)}
         write_aside(args.out / "run.json", json.dumps({"command": shlex.join(sys.argv), "versions": versions, "settings": settings}, indent=1) + "\n")
+        save_state(args.out / "state.pt", step, drafter, optimisers, settings)      # from here on, whatever happens, --resume goes on
     log, taus = open_log(args.out, step) if rank == 0 else None, {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: os._exit(130) if stopping else stopping.append(number))       # the second time at once
     with tqdm(total=args.steps, initial=step, unit="step", mininterval=2, disable=rank > 0) as bar:
         for record in fit(target, drafter, optimisers, rows, args, step):
             step = record["step"]
@@ -201,23 +210,25 @@ def run(args, state=None):
             stop = total(torch.tensor(float(bool(stopping)), device=target.device)).item() > 0               # all ranks together
             if rank == 0:
                 if not stop and (step % args.eval_every == 0 or step == args.steps):
-                    record["tau"] = taus = real_tau(target, drafter, tokenizer, prompts, stop=stopping)
-                    tqdm.write(f"step {step}: {said}, real tau {taus}", file=sys.stderr)
+                    taus = real_tau(target, drafter, tokenizer, prompts, stop=stopping)
+                    if not stopping:                       # else it is of some prompts only
+                        record["tau"] = taus
+                        tqdm.write(f"step {step}: {said}, real tau {taus}", file=sys.stderr)
                 log.write(json.dumps(record) + "\n")
                 log.flush()
-                if stop or "tau" in record:
+                if stop or stopping or step % args.eval_every == 0 or step == args.steps:
                     save_state(args.out / "state.pt", step, drafter, optimisers, settings)
                     drafter.save(args.out)
             if stop:
                 break
     if rank == 0:
         draw_log(args.out)
-        if step < args.steps:
+        if step < args.steps or stopping:
             say(f"stopped after step {step} of {args.steps}; python train.py --resume {shlex.quote(str(args.out))} goes on")
         else:
             say(f"{args.out}: drafter, log.jsonl and figure.png; try python speculate.py --target {args.target} --draft {args.out} --prompt ...")
             compare_with_shipped(args, target, tokenizer, prompts, taus)
-    return step == args.steps
+    return step == args.steps and not stopping
 
 
 def compare_with_shipped(args, target, tokenizer, prompts, ours):
@@ -251,7 +262,7 @@ def draw_log(directory):
     tau.plot(steps, [r["simulated_tau"] for r in records], lw=0.8, color="0.7", label="simulated")
     measured = [r for r in records if r.get("tau")]
     for task in measured[-1]["tau"] if measured else ():
-        tau.plot([r["step"] for r in measured if task in r["tau"]], [r["tau"][task] for r in measured if task in r["tau"]], "o-", label=task)
+        tau.plot([r["step"] for r in measured if task in r["tau"]], [r["tau"][task] for r in measured if task in r["tau"]], "o-", label=task.replace("$", "\\$"))
     tau.set(title="tau: by the real loop on held-out prompts", xlabel="step")
     tau.legend()
     for share in (0.25, 0.5, 1.0):
@@ -259,8 +270,15 @@ def draw_log(directory):
         slots.plot(range(1, len(r["accuracy"]) + 1), r["accuracy"], ".-", label=f"step {r['step']}")
     slots.set(title="share of drafts that are right, by slot", xlabel="slot", ylim=(0, 1))
     slots.legend()
-    figure.savefig(directory / "figure.tmp", format="png", dpi=110)
-    os.replace(directory / "figure.tmp", directory / "figure.png")
+    save_figure(figure, directory / "figure.png")
+
+
+def save_figure(figure, path):
+    if path.exists() and not path.is_file() or not path.name:
+        raise InputError(f"{path}: not a file to write a picture to")
+    aside = path.with_name(path.name + ".tmp")
+    figure.savefig(aside, format="png", dpi=110)
+    os.replace(aside, path)
 
 
 def draw_mask(path, anchors=(2, 4, 9), S=12, B=4):
@@ -279,9 +297,7 @@ def draw_mask(path, anchors=(2, 4, 9), S=12, B=4):
     axes.axvline(S - 0.5, color="k", lw=2)
     axes.set(title=f"context: features of tokens 0 to {S - 1}   |   keys of the blocks themselves, at their positions", ylabel="queries")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), frameon=False)
-    aside = Path(f"{path}.tmp")
-    figure.savefig(aside, format="png", dpi=110)
-    os.replace(aside, path)
+    save_figure(figure, path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -344,14 +360,15 @@ def fill_in(args):
         if getattr(args, name) is None and not (args.init and name == "layers"):
             setattr(args, name, value)
     args.target = args.target or str(TINY / "target")
-    args.lr = args.lr or LR[args.optimizer]
+    args.lr = LR[args.optimizer] if args.lr is None else args.lr
     args.out = args.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
     least = {"layers": 1, "block_size": 2, "max_length": 2, "anchors": 1, "eval_each": 0, "epochs": 1, "steps": 1, "batch_size": 1, "accumulate": 1,
              "eval_every": 1, "lr": 1e-9, "gamma": 1e-9, "seed": -2**63}
     for name, bound in least.items():
         value = getattr(args, name)
-        if value is not None and not bound <= value < 2**31:
-            raise InputError(f"--{name.replace('_', '-')} is {value}, but {bound:g} or more is needed")
+        most = 1000 if name == "layers" else 2**31 - 1
+        if value is not None and not bound <= value <= most:
+            raise InputError(f"--{name.replace('_', '-')} is {value}, but a number from {bound:g} to {most} is needed")
     return args
 
 

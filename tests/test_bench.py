@@ -496,7 +496,7 @@ def refused(capsys, *args):
     ("--sets nonsense", "'nonsense'"), ("--target TARGET --sets gsm9k", "gsm8k, math500"), ("--prompts MISSING", "not readable"),
     ("--prompts EMPTY", "no prompt"), ("--target TARGET --draft OTHER --prompts FILE", "does not fit"),
     ("--target nobody/nothing --prompts FILE", "not to be had from the hub"), ("--target TARGET --sets gsm8k --data-dir DIR", "not to be had"),
-    ("--num-prompts 0", "--num-prompts is 0"), ("--block-size 0", "--block-size is 0"), ("--context -1", "--context is -1"),
+    ("--num-prompts 0", "--num-prompts is 0"), ("--block-size 0", "--block-size is 0"), ("--context -1", "--context is -1"), ("--json /", "not a file"), ("--context 2000000000", "max_position_embeddings"),
     ("--temperature -1", "temperature is -1"), ("--max-new-tokens 1", "2 or more"), ("--resume", "--json"), ("--data-dir .", "--data-dir changes nothing"),
     ("--target TARGET --block-size 4", "--draft"), ("--thinking", "no switch for thinking"), ("--device nonsense", "device"),
     ("--dtype float16", "fp16"), ("--nonsense", "--help"), ("--target TARGET --prompts FILE --context 600", "max_position_embeddings")])

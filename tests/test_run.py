@@ -144,7 +144,16 @@ def test_more_bad_input(tmp_path, answers, monkeypatch):
     (tmp_path / "broken" / "state.pt").write_bytes(b"PK\x03\x04 not a state")
     refused("not readable", "--resume", tmp_path / "broken")
     refused("not empty", "--data", answers, "--out", tmp_path / "broken")
-    refused("not empty", "--data", answers, "--out", answers)
+    refused("not a directory", "--data", answers, "--out", answers)
+    torch.save({"a": 1}, tmp_path / "broken" / "state.pt")
+    refused("not a state", "--resume", tmp_path / "broken")
+    refused("not a file", "--show-mask", tmp_path)
+    for options in (("--lr", 0), ("--layers", 99999), ("--anchors", 10**11), ("--seed", 10**11)):
+        refused("is needed", "--data", answers, *options)
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a " * 4000}) + "\n")
+    (tmp_path / "bytes.jsonl").write_bytes(b'{"prompt": "\xff\xfe"}\n')
+    refused("long.jsonl, line 1: .* do not fit", "--data", answers, "--out", tmp_path / "x", "--eval-prompts", tmp_path / "long.jsonl")
+    refused("bytes.jsonl, line 1", "--data", answers, "--out", tmp_path / "x", "--eval-prompts", tmp_path / "bytes.jsonl")
     monkeypatch.setattr(run.os, "sysconf", lambda name: 1000)
     refused("a step needs about", "--data", answers, "--out", tmp_path / "x")
     assert not (tmp_path / "x").exists()
@@ -156,6 +165,13 @@ def test_a_resumed_run_is_the_one_begun(tmp_path, answers):
     answers.write_text(answers.read_text() + answers.read_text().splitlines()[-1] + "\n")
     changed = command("--resume", tmp_path / "run")
     assert changed.returncode == 2 and "data_sha256 changed" in changed.stderr and "Traceback" not in changed.stderr
+
+
+def test_killed_before_its_first_save_it_goes_on(tmp_path, answers):
+    early = "def killed(*a):\n    import os; os._exit(9)\nrun.fit = killed"
+    assert command("--data", answers, *SMALL, "--out", tmp_path / "run", code=early).returncode == 9
+    again = command("--resume", tmp_path / "run")
+    assert again.returncode == 0 and Drafter.load(tmp_path / "run"), again.stderr
 
 
 def test_a_full_disk(tmp_path, answers):
