@@ -116,7 +116,7 @@ def save_state(path, step, drafter, optimisers, settings):
 def load_state(directory):
     """The state that a run left in its directory."""
     try:
-        state = torch.load(directory / "state.pt", map_location="cpu")
+        state = torch.load(directory / "state.pt", map_location="cpu") if directory.is_dir() else {}
         if not isinstance(state, dict) or state.keys() != {"step", "drafter", "optimisers", "settings"}:
             raise ValueError("not a state of train.py")
         return state
@@ -226,7 +226,8 @@ def run(args, state=None):
         if step < args.steps or stopping:
             say(f"stopped after step {step} of {args.steps}; python train.py --resume {shlex.quote(str(args.out))} goes on")
         else:
-            say(f"{args.out}: drafter, log.jsonl and figure.png; try python speculate.py --target {args.target} --draft {args.out} --prompt ...")
+            target_option = "" if args.target == str(TINY / "target") else f"--target {shlex.quote(args.target)} "
+            say(f"{args.out}: drafter, log.jsonl and figure.png; try python speculate.py {target_option}--draft {shlex.quote(str(args.out))} --prompt ...")
             compare_with_shipped(args, target, tokenizer, prompts, taus)
     return step == args.steps and not stopping
 
@@ -277,7 +278,10 @@ def save_figure(figure, path):
     if path.exists() and not path.is_file() or not path.name:
         raise InputError(f"{path}: not a file to write a picture to")
     aside = path.with_name(path.name + ".tmp")
-    figure.savefig(aside, format="png", dpi=110)
+    try:
+        figure.savefig(aside, format="png", dpi=110)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({error.strerror})")
     os.replace(aside, path)
 
 
@@ -310,7 +314,7 @@ LR = {"adamw": 6e-4, "muon": 0.03}
 
 
 def parse_args(argv=None):
-    parser = Parser(description="Train a drafter on a target's own responses. Without arguments: one for the embedded target, in about ten minutes on two cores.")
+    parser = Parser(description="Train a drafter on a target's own responses. Without arguments: one for the embedded target, in some twelve minutes on two cores.")
     model = parser.add_argument_group("model")
     model.add_argument("--target", help="checkpoint directory or hub id (default: the embedded target)")
     model.add_argument("--init", help="start from this drafter, a directory or hub id")

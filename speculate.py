@@ -116,7 +116,7 @@ class Cycle:
     """What one turn of the loop did. The first one a response yields is its prefill: one token, and no part of tau."""
     tokens: list            # committed: accepted drafts, then one token of the target's own; cut at a stop id and at the budget
     drafted: int = 0        # drafts proposed, B - 1
-    accepted: int = 0       # how many of `tokens` are accepted drafts
+    accepted: int = 0       # how many of `tokens` are accepted drafts (those behind the cut do not count)
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     seconds: float = 0.0    # the whole turn
@@ -185,8 +185,8 @@ def generate(target, drafter, prompt, max_new_tokens, stop_ids=(), sampling=Samp
         after = mark(device)
 
         count, *ids = torch.cat((accepted, drafts[0], anchor)).tolist()        # commit; the cycle's one host sync
-        cache.length -= B - 1 - count
-        features = features[:, :count + 1] if speculating else None
+        cache.length -= B - 1 - count                                          # forgets the rejected drafts' keys and values
+        features = features[:, :count + 1] if speculating else None            # of the old anchor and the accepted drafts; the new anchor has none yet
         tokens, kept, done = commit(count, ids[:count] + ids[-1:], left, stop_ids)
         left -= len(tokens)
         yield Cycle(tokens, B - 1, kept, seconds_between(before, between), seconds_between(between, after), time.perf_counter() - began)

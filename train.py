@@ -134,8 +134,9 @@ def label_losses(hidden, head_weight, labels, chunk=None):
     """Cross-entropy of each row, hidden (R, H), labels (R) -> losses (R), and whether the label was the argmax (R).
 
     The head runs in chunks of rows that are computed again in the backward pass: the logits of all rows are never in memory at once. By default a chunk
-    has 9 million logits, on CUDA 128 million: 36 and 512 MB in fp32, of which the backward pass takes some seven. (Malloc keeps pieces below 32 MB.)
+    has 9 million logits, on CUDA 128 million: 36 and 512 MB in fp32, of which the backward pass takes some seven.
     """
+    # Not less: pieces below 32 MB glibc's malloc takes from its heap, where they leave holes, and memory grew sevenfold.
     chunk = chunk or max(1, (2**27 if hidden.is_cuda else 9 * 10**6) // len(head_weight))
 
     def piece(rows, wanted):
@@ -256,10 +257,10 @@ def train_step(target, drafter, optimisers, micro_batches, factor, kind, gamma, 
         correct, valid = correct.flatten(0, 1), batch.valid.flatten(0, 1)
         sums = sums + torch.cat((torch.stack((loss.detach(), weight, *correct_prefixes(correct, valid))), correct.sum(0), valid.sum(0))).double()
     loss, weight, prefixes, blocks, *slots = total(sums).tolist()              # the step's one host sync before the gradients are scaled
-    norm = optimiser_step(drafter, optimisers, weight / ranks()[1], factor)    # DistributedDataParallel's sum is a mean over ranks
+    norm = optimiser_step(drafter, optimisers, weight / ranks()[1], factor)    # DistributedDataParallel left the ranks' mean, not their sum
     g = len(slots) // 2
     return {"loss": loss / max(weight, 1e-9), "simulated_tau": 1 + prefixes / max(blocks, 1), "grad_norm": norm,
-            "accuracy": [round(hit / max(all, 1), 4) for hit, all in zip(slots[:g], slots[g:])]}
+            "accuracy": [round(right / max(labelled, 1), 4) for right, labelled in zip(slots[:g], slots[g:])]}
 
 
 def fit(target, drafter, optimisers, rows, options, first=0):
@@ -272,6 +273,7 @@ def fit(target, drafter, optimisers, rows, options, first=0):
         forward = DistributedDataParallel(drafter)
     if options.compile:
         forward = torch.compile(forward)
+    # Micro-batches are numbered through the whole run; this rank takes each world-th, from where the last run stopped.
     mine = itertools.islice(schedule(rows, options.batch_size, options.seed), first * options.accumulate * world + rank, None, world)
 
     def batch_of(epoch, numbers):
