@@ -407,7 +407,10 @@ def start(argv=None):
         dist.init_process_group("nccl" if cuda else "gloo")
         args.device = f"cuda:{os.environ['LOCAL_RANK']}" if cuda else args.device
     args.data = args.data or own_responses()
-    return 0 if run(args, state) else 130
+    ended = run(args, state)
+    if ranks()[1] > 1:
+        dist.destroy_process_group()                       # else its threads may end the process by an abort
+    return 0 if ended else 130
 
 
 def main():

@@ -241,6 +241,8 @@ train.lr_factor = lambda *_: 1.0
 record = next(train.fit(target, drafter, optimisers, rows, options))
 if rank == 0:
     torch.save([torch.cat([p.detach().flatten() for p in drafter.parameters()]), record["loss"], record["simulated_tau"]], {str(tmp_path)!r} + f"/{{world}}.pt")
+if world > 1:
+    dist.destroy_process_group()               # else gloo's threads may end the process by an abort
 """)
     command = [sys.executable, str(script)] if world == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", str(script)]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
