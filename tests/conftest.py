@@ -1,4 +1,5 @@
 """Fixtures of several test files."""
+import os
 import pytest
 
 import toys
@@ -15,3 +16,10 @@ def checkpoint(tmp_path_factory):
             made[key] = toys.write_target(tmp_path_factory.mktemp(kind), kind, **options)
         return made[key]
     return get
+
+
+def pytest_collection_modifyitems(items):
+    """What is marked slow runs with CI=1 only, and in .ci/run: the user's own run stays under three minutes."""
+    for item in items:
+        if item.get_closest_marker("slow") and not os.environ.get("CI"):
+            item.add_marker(pytest.mark.skip(reason="slow: with CI=1, and in .ci/run"))

@@ -247,7 +247,7 @@ def test_tau_is_that_of_train_and_other_blocks_are_tried(files, monkeypatch):
 
 
 @EMBEDDED
-@pytest.mark.skipif(not os.environ.get("CI"), reason="slow: with CI=1, and in .ci/run")
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished(files, tmp_path):
     code = """import os, signal, train
 fit, calls = train.fit, []

@@ -462,6 +462,7 @@ def test_ctrl_c_before_anything_is_measured(toy, capsys, monkeypatch):
     assert code == 130 and json.loads(out.splitlines()[-1])["report"] == [] and "--resume" not in err
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_prompts(toy, capsys, tmp_path):
     """As torchrun starts them: the first prints what both have measured."""
     with socket.socket() as free:

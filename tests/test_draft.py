@@ -207,6 +207,7 @@ print(len(ended))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_killed_while_saving(drafter_dir, tmp_path):
     """50 kills at random moments: each directory holds a whole drafter, that of the last save which came to its end."""

@@ -63,6 +63,7 @@ def test_resumed_is_bit_for_bit_the_same(tmp_path, answers, monkeypatch):
     assert json.loads((tmp_path / "cut" / "run.json").read_text())["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_leaves(tmp_path, answers, number):
     slow = f"import os, signal\nfit = run.fit\ndef slow(*a):\n    for r in fit(*a):\n        os.kill(os.getpid(), {int(number)}) if r['step'] == 2 else None\n        yield r\nrun.fit = slow"
@@ -71,7 +72,7 @@ def test_a_signal_saves_and_leaves(tmp_path, answers, number):
     assert torch.load(tmp_path / "run" / "state.pt")["step"] == 2 and Drafter.load(tmp_path / "run")
 
 
-@pytest.mark.skipif(not os.environ.get("CI"), reason="slow, and test_draft.py kills savers, too: with CI=1, and in .ci/run")
+@pytest.mark.slow
 def test_fifty_kills_while_saving(tmp_path):
     """A child saves state and drafter over and over; it is killed at a random moment; what lies there loads."""
     from test_train import toy_pair
@@ -159,6 +160,7 @@ def test_more_bad_input(tmp_path, answers, monkeypatch):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_one_begun(tmp_path, answers):
     stop = "fit = run.fit\nrun.fit = lambda *a: (r for r in fit(*a) if r['step'] < 4 or sys.exit(9))"
     assert command("--data", answers, *SMALL, "--out", tmp_path / "run", code=stop).returncode == 9
@@ -167,6 +169,7 @@ def test_a_resumed_run_is_the_one_begun(tmp_path, answers):
     assert changed.returncode == 2 and "data_sha256 changed" in changed.stderr and "Traceback" not in changed.stderr
 
 
+@pytest.mark.slow
 def test_killed_before_its_first_save_it_goes_on(tmp_path, answers):
     early = "def killed(*a):\n    import os; os._exit(9)\nrun.fit = killed"
     assert command("--data", answers, *SMALL, "--out", tmp_path / "run", code=early).returncode == 9

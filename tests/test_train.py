@@ -201,6 +201,7 @@ def test_flex_attention_equals_the_dense_mask(anchors, lengths, B, monkeypatch):
         assert torch.allclose(drafter(blocks, features, batch.positions, block_mask), drafter(blocks, features, batch.positions, dense), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_conversation_memorised_with_blocks_of_16():
     """In the real loop every cycle but the last accepts all 15 drafts; in well under a minute."""
     from speculate import Stats, generate
@@ -250,6 +251,7 @@ if world > 1:
     return torch.load(tmp_path / f"{world}.pt")
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path):
     (one, loss1, tau1), (two, loss2, tau2) = one_step(1, tmp_path), one_step(2, tmp_path)
     fresh = torch.cat([p.detach().flatten() for p in toy_pair()[1].parameters()])
@@ -257,7 +259,7 @@ def test_two_ranks_equal_one(tmp_path):
     assert (one - two).abs().max() < 1e-6 and loss1 == pytest.approx(loss2, abs=1e-5) and tau1 == pytest.approx(tau2)
 
 
-@pytest.mark.skipif(not os.environ.get("CI"), reason="half a minute: with CI=1, and in .ci/run")
+@pytest.mark.slow
 def test_head_and_loss_stay_under_a_quarter_of_the_logits(tmp_path):
     """S 1024, N 128, B 16, V 151,936, H 1024: all fp32 logits would be 1.17 GB. Peak memory of a process with head and loss, less that of one without."""
     script = """
