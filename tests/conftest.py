@@ -1,5 +1,6 @@
 """Fixtures of several test files."""
 import os
+
 import pytest
 
 import toys
