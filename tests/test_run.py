@@ -70,6 +70,7 @@ def test_a_signal_saves_and_leaves(tmp_path, answers, number):
     stopped = command("--data", answers, *SMALL, "--out", tmp_path / "run", code=slow)
     assert stopped.returncode == 130 and "--resume" in stopped.stderr and "Traceback" not in stopped.stderr, stopped.stderr
     assert torch.load(tmp_path / "run" / "state.pt")["step"] == 2 and Drafter.load(tmp_path / "run")
+    assert command("--resume", tmp_path / "run").returncode == 0
 
 
 @pytest.mark.slow
