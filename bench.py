@@ -373,7 +373,8 @@ def describe(target, methods):
     drafters = {drafter.name: drafter for drafter, _ in methods.values() if drafter}
     return {"hardware": hardware, "threads": torch.get_num_threads(), "processes": WORLD, "torch": torch.__version__,
             "dtype": str(target.dtype).removeprefix("torch."), "target": size(target, target.config.num_hidden_layers),
-            "drafters": "; ".join(f"{size(d, d.config.layer.num_hidden_layers)}, block {d.config.block_size}" for d in drafters.values()) or "none"}
+            "drafters": "; ".join(f"{size(d, d.config.layer.num_hidden_layers)}, block {d.config.block_size}, learnt from up to {d.config.training_length or '?'} tokens"
+                                  for d in drafters.values()) or "none"}
 
 
 def open_part(path, settings, resume):

@@ -112,12 +112,19 @@ def json_object(line):
         return value if isinstance(value, dict) else None
 
 
+def line_parser(path, lines):
+    """How a line of a prompts file becomes an object: as JSON, where the file's name or its first line says so, or as text, which is the prompt."""
+    if Path(path).suffix in (".jsonl", ".ndjson", ".json") or json_object(lines[0][1]) is not None:
+        return json_object
+    return lambda line: {"prompt": line.decode("utf-8")}
+
+
 def read_prompts(path, lines, done, tokenizer, thinking, longest):
     """Yield the beginning of its row in the responses file for each of `lines` not in `done`; one without a prompt is named and passed over."""
-    as_json = Path(path).suffix in (".jsonl", ".ndjson", ".json") or json_object(lines[0][1]) is not None
+    parse = line_parser(path, lines)
     for number, line in (entry for entry in lines if entry[0] not in done):
         try:
-            given = json_object(line) if as_json else {"prompt": line.decode("utf-8")}
+            given = parse(line)
             if given is None or ("prompt" in given) == ("messages" in given):
                 raise ValueError("not a JSON object with either prompt or messages")
             messages = open_turn(given["messages"] if "messages" in given else [{"role": "user", "content": given["prompt"]}])

@@ -32,6 +32,7 @@ class DraftConfig:
     mask_token_id: int
     target_layer_ids: tuple
     num_target_layers: int
+    training_length: int | None = None      # tokens of the longest conversation it learnt from; released drafters do not say
 
     @classmethod
     def from_dict(cls, raw, file="config.json"):
@@ -54,15 +55,17 @@ class DraftConfig:
             raise InputError(f"{file}: target_layer_ids is {ids!r}, but ascending layers between 0 and {L - 1} are needed")
         if own.get("layout", LAYOUT) != LAYOUT:
             raise InputError(f"{file}: layout is {own['layout']!r}, but only {LAYOUT!r} is supported")
-        return cls(layer, number(raw, "block_size", 1), number(own, "mask_token_id", 0), tuple(ids), L)
+        length = number(own, "training_length", 1) if "training_length" in own else None
+        return cls(layer, number(raw, "block_size", 1), number(own, "mask_token_id", 0), tuple(ids), L, length)
 
     def to_dict(self):
         """The config.json of the released layout."""
-        c = self.layer
+        c, own = self.layer, {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids), "layout": LAYOUT}
+        if self.training_length:
+            own["training_length"] = self.training_length
         return {
             "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "model_type": "qwen3",
-            "block_size": self.block_size, "num_target_layers": self.num_target_layers,
-            "dflash_config": {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids), "layout": LAYOUT},
+            "block_size": self.block_size, "num_target_layers": self.num_target_layers, "dflash_config": own,
             "vocab_size": c.vocab_size, "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size,
             "num_hidden_layers": c.num_hidden_layers, "num_attention_heads": c.num_attention_heads,
             "num_key_value_heads": c.num_key_value_heads, "head_dim": c.head_dim, "hidden_act": "silu", "rms_norm_eps": c.rms_norm_eps,

@@ -24,6 +24,7 @@ from tqdm import tqdm
 import data
 from checkpoint import InputError, Parser, command_line
 from draft import DraftConfig, Drafter, default_target_layer_ids
+from sets import read_prompts, user
 from speculate import TINY, load, say
 from train import default_gamma, fit, make_optimisers, ranks, real_tau, total, visible
 
@@ -31,20 +32,14 @@ from train import default_gamma, fit, make_optimisers, ranks, real_tau, total, v
 # ---------------------------------------------------------------------------------------------------------------------
 # What a run needs
 
-def read_prompts(path, each, target, tokenizer, max_new_tokens=256):
-    """The first `each` prompts of every task of a JSONL file, each with room for an answer of max_new_tokens -> [(task, prompt)]."""
-    found = {}
-    for number, line in data.prompt_lines(path):
-        row = data.json_object(line) or {}
-        if not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
-            raise InputError(f"{path}, line {number}: not a JSON object with a prompt")
-        of_task = found.setdefault(str(row.get("task", "prompts")), [])
-        if len(of_task) < each:
-            length, limit = len(tokenizer.chat([{"role": "user", "content": row["prompt"]}])), target.config.max_position_embeddings
-            if length + max_new_tokens > limit:
-                raise InputError(f"{path}, line {number}: {length} tokens, and {max_new_tokens} of an answer, do not fit the target's {limit}")
-            of_task.append(row["prompt"])
-    return [(task, prompt) for task, prompts in found.items() for prompt in prompts]
+def eval_prompts(path, each, target, tokenizer, max_new_tokens=256):
+    """The first `each` prompts of every task of a file, each with room for an answer of max_new_tokens -> [(task, messages)]"""
+    found = [(task, number, [*history, user(texts[0])]) for task, prompts in read_prompts(path).items() for number, history, texts in prompts[:each]]
+    for _, number, messages in found:
+        length, limit = len(tokenizer.chat(messages)), target.config.max_position_embeddings
+        if length + max_new_tokens > limit:
+            raise InputError(f"{path}, line {number}: {length} tokens, and {max_new_tokens} of an answer, do not fit the target's {limit}")
+    return [(task, messages) for task, _, messages in found]
 
 
 def new_drafter(target, args, tokenizer):
@@ -162,14 +157,14 @@ def prepare(args, state):
     """Load and check everything -> target, drafter, tokenizer, rows, held-out prompts, settings. Nothing is written yet."""
     target, _, tokenizer = load(args.target, None, args.device)
     rows = data.rows(args.data, target.config.vocab_size, args.max_length, target.name)
-    drafter = new_drafter(target, args, tokenizer)
-    c = drafter.config
+    drafter, longest = new_drafter(target, args, tokenizer), max(len(row.ids) for row in rows)
+    c = drafter.config = replace(drafter.config, training_length=max(longest, drafter.config.training_length or 0))
     if any(c.mask_token_id in row.ids for row in rows):
         raise InputError(f"{args.data}: the mask id, {c.mask_token_id}, occurs in it; name another with --mask-token-id")
     (_, world), batches = ranks(), max(1, len(rows) // args.batch_size)
     args.gamma = args.gamma or default_gamma(c.block_size)
     args.steps = args.steps or max(1, args.epochs * batches // (args.accumulate * world))
-    needed = check_memory(target, drafter, args, max(len(row.ids) for row in rows))
+    needed = check_memory(target, drafter, args, longest)
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("out", "resume", "show_mask")}
     settings |= {"world": world, "data_sha256": hashlib.sha256(Path(args.data).read_bytes()).hexdigest()}
     if state and settings != state["settings"]:
@@ -179,7 +174,7 @@ def prepare(args, state):
     inform(f"{len(rows):,} conversations, {each} a step, {args.steps:,} steps, {args.steps * each / len(rows):.1f} epochs; a drafter of "
            f"{parameters / 1e6:.2f}M parameters, blocks of {c.block_size}, taps {list(c.target_layer_ids)}, mask id {c.mask_token_id}")
     inform(f"{args.optimizer} at lr {args.lr:g}, loss {args.loss}, gamma {args.gamma:g}, about {needed / 1e9:.1f} GB on {target.device.type}; {args.out}")
-    return target, drafter, tokenizer, rows, read_prompts(args.eval_prompts, args.eval_each, target, tokenizer), settings
+    return target, drafter, tokenizer, rows, eval_prompts(args.eval_prompts, args.eval_each, target, tokenizer), settings
 
 
 def run(args, state=None):

@@ -73,10 +73,10 @@ def read_set(name, folder=None):
 def read_prompts(path):
     """A file of plain lines, or of JSON lines with `prompt`, `messages` or `turns` -> {task, or the file's name where a line has none: its prompts}"""
     lines, sets = data.prompt_lines(path), {}
-    as_json = Path(path).suffix in (".jsonl", ".ndjson", ".json") or any(data.json_object(line) for _, line in lines[:1])
+    parse = data.line_parser(path, lines)
     for number, line in lines:
         try:
-            given = data.json_object(line) if as_json else {"prompt": line.decode("utf-8")}
+            given = parse(line)
             if given is None or sum(key in given for key in ("prompt", "messages", "turns")) != 1:
                 raise ValueError("not a JSON object with one of prompt, messages and turns")
             *history, last = data.open_turn(given["messages"]) if "messages" in given else [None]
@@ -86,8 +86,6 @@ def read_prompts(path):
         except ValueError as error:
             raise InputError(f"{path}, line {number}: {error}")
         sets.setdefault(str(given.get("task", Path(path).stem)), []).append((number, history, texts))
-    if not sets:
-        raise InputError(f"{path}: there is no prompt in it")
     return sets
 
 

@@ -340,6 +340,8 @@ def main(argv=None):
         room = target.config.max_position_embeddings - len(ids)
         budget = max(1, min(2048, room)) if args.max_new_tokens is None else args.max_new_tokens
         check_room(target, len(ids), budget)
+        if drafter and len(ids) > (drafter.config.training_length or len(ids)):
+            say(f"warning: a prompt of {len(ids)} tokens, but this drafter learnt from conversations of at most {drafter.config.training_length}: expect a lower tau")
 
         def cycles(drafter, budget=budget):
             return generate(target, drafter, ids, budget, target.stop_ids, sampling, args.block_size, generator, tokenizer.size)

@@ -156,20 +156,17 @@ def correct_prefixes(correct, valid):
 
 def block_loss(target, drafter, batch, kind, gamma, forward=None):
     """One forward of all blocks -> sum of w * CE (with gradient), sum of w, correct (batch, N, g). `forward`: the drafter, wrapped or compiled."""
-    device, B, S = batch.ids.device, drafter.config.block_size, batch.ids.shape[1]
+    device, valid, B, S = batch.ids.device, batch.valid, drafter.config.block_size, batch.ids.shape[1]
     with torch.no_grad():
         _, features = target(batch.ids, taps=drafter.config.target_layer_ids, last_only=True)
         blocks = target.embed(batch.block_ids)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
         hidden = (forward or drafter)(blocks, features, batch.positions, visible(batch.anchors, S, B))
         slots = hidden.unflatten(1, (-1, B))[:, :, 1:]                         # (batch, N, g, H)
-        losses, hits = label_losses(slots[batch.valid], target.head_weight, batch.labels[batch.valid])
-    probs = torch.ones(batch.valid.shape, device=device)
-    probs[batch.valid] = (-losses.detach()).exp()
-    weights = slot_weights(kind, gamma, probs)[batch.valid]
-    correct = torch.zeros_like(batch.valid)
-    correct[batch.valid] = hits
-    return (weights * losses).sum(), weights.sum(), correct
+        losses, hits = label_losses(slots[valid], target.head_weight, batch.labels[valid])
+    label_probs = torch.ones(valid.shape, device=device).masked_scatter(valid, (-losses.detach()).exp())
+    weights = slot_weights(kind, gamma, label_probs)[valid]
+    return (weights * losses).sum(), weights.sum(), torch.zeros_like(valid).masked_scatter(valid, hits)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,7 +245,7 @@ def total(numbers):
 
 def train_step(target, drafter, optimisers, micro_batches, factor, kind, gamma, forward=None):
     """One optimiser step over several micro-batches, on each rank its own -> {loss, simulated_tau, accuracy (g), grad_norm}, over all of them."""
-    sums = 0.0
+    sums = 0.0                                             # of all that is counted, in one vector: one all-reduce, and one host sync
     for i, batch in enumerate(micro_batches, 1):
         alone = forward.no_sync if hasattr(forward, "no_sync") and i < len(micro_batches) else contextlib.nullcontext
         with alone():                                      # DistributedDataParallel adds the ranks' gradients up once, after the last
@@ -256,7 +253,7 @@ def train_step(target, drafter, optimisers, micro_batches, factor, kind, gamma, 
             loss.backward()
         correct, valid = correct.flatten(0, 1), batch.valid.flatten(0, 1)
         sums = sums + torch.cat((torch.stack((loss.detach(), weight, *correct_prefixes(correct, valid))), correct.sum(0), valid.sum(0))).double()
-    loss, weight, prefixes, blocks, *slots = total(sums).tolist()              # the step's one host sync before the gradients are scaled
+    loss, weight, prefixes, blocks, *slots = total(sums).tolist()
     norm = optimiser_step(drafter, optimisers, weight / ranks()[1], factor)    # DistributedDataParallel left the ranks' mean, not their sum
     g = len(slots) // 2
     return {"loss": loss / max(weight, 1e-9), "simulated_tau": 1 + prefixes / max(blocks, 1), "grad_norm": norm,
@@ -294,13 +291,14 @@ def fit(target, drafter, optimisers, rows, options, first=0):
 
 
 def real_tau(target, drafter, tokenizer, prompts, max_new_tokens=256, stop=()):
-    """tau by the real loop, greedy: the mean over responses of each task -> {task: tau}. The truth: its anchors sit right behind rejections.
+    """tau by the real loop, greedy, of prompts [(task, messages)]: the mean over responses of each task -> {task: tau}. The truth: its anchors sit right
+    behind rejections.
 
     It is measured on a copy in the dtype that is served. Once `stop` holds anything, it ends early, with what there is.
     """
     served, taus = copy.deepcopy(drafter).to(target.dtype).eval(), {}
-    for task, prompt in tqdm(prompts, desc="tau", unit="prompt", leave=False, mininterval=1, disable=len(prompts) < 2):
-        ids, stats = tokenizer.chat([{"role": "user", "content": prompt}]), Stats()
+    for task, messages in tqdm(prompts, desc="tau", unit="prompt", leave=False, mininterval=1, disable=len(prompts) < 2):
+        ids, stats = tokenizer.chat(messages), Stats()
         for cycle in generate(target, served, ids, max_new_tokens, target.stop_ids, vocab=tokenizer.size):
             stats.add(cycle)
             if stop:

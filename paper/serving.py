@@ -33,8 +33,9 @@ from statistics import mean
 
 from tqdm import tqdm
 
+import sets
 from checkpoint import InputError, Parser, command_line, read_json
-from data import FAILURES, FAULTS, json_object, open_turn, post, prompt_lines, say
+from data import FAILURES, FAULTS, post, say
 
 PUBLISHED = Path(__file__).with_name("published.json")
 HELDOUT = Path(__file__).resolve().parents[1] / "tiny" / "heldout.jsonl"
@@ -210,20 +211,10 @@ def report(rows, header, published, source):
 # Command line
 
 def read_prompts(path):
-    """JSON lines with prompt or messages, or plain lines -> list of conversations. A bad line is an InputError: what is timed is no matter of chance."""
-    lines, prompts = prompt_lines(path), []
-    as_json = Path(path).suffix in (".jsonl", ".ndjson", ".json") or any(json_object(line) for _, line in lines[:1])
-    for number, line in lines:
-        try:
-            given = json_object(line) if as_json else {"prompt": line.decode("utf-8")}
-            if given is None or ("prompt" in given) == ("messages" in given):
-                raise ValueError("not a JSON object with either prompt or messages")
-            prompts.append(open_turn(given["messages"] if "messages" in given else [{"role": "user", "content": given["prompt"]}]))
-        except ValueError as error:
-            raise InputError(f"{path}, line {number}: {error}")
-    if not prompts:
-        raise InputError(f"{path}: there is no prompt in it")
-    return prompts
+    """A file as sets.py takes it -> list of conversations up to their first answer, in the file's order. A bad line is an InputError: what is timed is no
+    matter of chance."""
+    prompts = sorted(prompt for prompts in sets.read_prompts(path).values() for prompt in prompts)      # by line number
+    return [[*history, sets.user(texts[0])] for _, history, texts in prompts]
 
 
 def address(text):

@@ -15,6 +15,7 @@ import train
 from checkpoint import InputError
 from paper import ablations
 from paper.ablations import BASE, InputDrafter, circumstances
+from sets import user
 from speculate import TINY, Stats, generate, load
 from test_train import conversation, toy_pair
 
@@ -238,7 +239,7 @@ def test_tau_is_that_of_train_and_other_blocks_are_tried(files, monkeypatch):
     monkeypatch.setattr(ablations, "BUDGET", 50)
     lab = ablations.Lab(ablations.parse_args(["depth", *map(str, files)]))
     target, drafter, tokenizer = load()
-    prompts = [(task, texts[0]) for task, (_, _, texts) in lab.prompts]
+    prompts = [(task, [user(texts[0])]) for task, (_, _, texts) in lab.prompts]
     scores = lab.measure(drafter, BASE)
     assert set(scores) == {"4", "8", "16"}
     assert {task: round(numbers["tau"], 3) for task, numbers in scores["16"].items()} == train.real_tau(target, drafter, tokenizer, prompts, 50)

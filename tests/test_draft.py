@@ -111,6 +111,17 @@ def test_another_slot_convention_is_refused(broken):
         Drafter.load(broken)
 
 
+def test_training_length_is_kept(broken, tmp_path):
+    assert Drafter.load(broken).config.training_length is None          # released drafters do not say
+    assert "training_length" not in Drafter.load(broken).config.to_dict()["dflash_config"]
+    change(broken, "dflash_config", training_length=300)
+    Drafter.load(broken).save(tmp_path / "saved")
+    assert Drafter.load(tmp_path / "saved").config.training_length == 300
+    change(broken, "dflash_config", training_length="long")
+    with refused("config.json", "training_length", "long"):
+        Drafter.load(broken)
+
+
 def test_other_layers_are_refused(broken):
     change(broken, layer_types=["full_attention", "sliding_attention"])
     with refused("config.json", "layer_types", "sliding_attention"):

@@ -42,12 +42,17 @@ def command(*options, code="", **kwargs):
     return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, **kwargs)
 
 
-def test_resumed_is_bit_for_bit_the_same(tmp_path, answers, monkeypatch):
-    kill = "save = run.save_state\ndef saved(path, step, *a):\n    save(path, step, *a)\n    if step == 3: import os; os._exit(9)\nrun.save_state = saved"
+KILLS = {                           # SIGKILL, and what runs when it comes
+    "behind the state's save": "save = run.save_state\ndef saved(path, step, *a):\n    save(path, step, *a)\n    step == 3 and os.kill(os.getpid(), 9)\nrun.save_state = saved",
+    "in an evaluation": "calls = []\ndef evaluate(*a, **k):\n    calls.append(0)\n    len(calls) == 2 and os.kill(os.getpid(), 9)\nrun.real_tau = evaluate"}
+
+
+@pytest.mark.parametrize("moment", ["behind the state's save", pytest.param("in an evaluation", marks=pytest.mark.slow)])
+def test_resumed_is_bit_for_bit_the_same(tmp_path, answers, monkeypatch, moment):
     options = ["--data", answers, *SMALL, "--optimizer", "muon"]
     whole = command(*options, "--out", tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
-    assert command(*options, "--out", tmp_path / "cut", code=kill).returncode == 9
+    assert command(*options, "--out", tmp_path / "cut", code="import os\n" + KILLS[moment]).returncode == -signal.SIGKILL
     with open(tmp_path / "cut" / "log.jsonl", "a") as log:             # what a kill after a later step leaves
         log.write('{"step": 4, "loss": 9}\n{"step": 5, "lo')
     again = command("--resume", tmp_path / "cut")
@@ -59,7 +64,8 @@ def test_resumed_is_bit_for_bit_the_same(tmp_path, answers, monkeypatch):
     logs = [[json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()] for name in ("whole", "cut")]
     assert [r["step"] for r in logs[1]] == [1, 2, 3, 4, 5, 6] and [r["loss"] for r in logs[0]] == [r["loss"] for r in logs[1]]
     assert {p.name for p in (tmp_path / "cut").iterdir()} == {"config.json", "model.safetensors", "state.pt", "log.jsonl", "figure.png", "run.json"}
-    assert Drafter.load(tmp_path / "cut").config.block_size == 4
+    config = Drafter.load(tmp_path / "cut").config
+    assert config.block_size == 4 and config.training_length == 9 + 20
     assert json.loads((tmp_path / "cut" / "run.json").read_text())["versions"]["torch"] == torch.__version__
 
 

@@ -326,7 +326,7 @@ def test_bad_options(options, message):
 
 @pytest.mark.parametrize("content, message", [
     (b"", "no prompt in it"), (b'{"prompt": "a"}\nplain\n', "line 2: not a JSON object"), (b'{"prompt": "a"}\n\n{"text": "b"}\n', "line 3: not a JSON object"),
-    (b'{"prompt": "a", "messages": []}\n', "line 1: not a JSON"), (b'{"prompt": 3}\n', "line 1: prompt is no text"),
+    (b'{"prompt": "a", "messages": []}\n', "line 1: not a JSON"), (b'{"prompt": 3}\n', "line 1: a prompt or turn that is no text"),
     (b'{"messages": []}\n', "no turn to answer"),
     (b"fine\n\xff\xfe\n", "line 2: .*decode")])
 def test_bad_prompts(content, message, tmp_path):
