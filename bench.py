@@ -308,7 +308,7 @@ def parse_args(argv=None):
     option("--target", help="checkpoint directory or hub id (default: the embedded pair)")
     option("--draft", nargs="+", default=[], help="drafter directories or hub ids; --target without any is decoded plainly")
     option("--device", help="cpu, cuda, mps (default: as speculate.py)")
-    option("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16, on cpu float32")
+    option("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16, on cpu float32 (hidden states overflow fp16)")
     option("--sets", nargs="+", help=f"default: {' '.join(SETS)}, or every task of the prompts file")
     option("--prompts", help="a file: JSON lines with prompt, messages or turns (and task), or plain text, a prompt a line")
     option("--num-prompts", type=int, help="of each set (default: the paper's number; of a file 128, for the embedded pair 16)")

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from checkpoint import InputError, Parser, check_dtype, checkpoint_dir, command_line, read_json
+from checkpoint import InputError, Parser, checkpoint_dir, command_line, read_json
 from model import Config
 from target import Target, check_device, read_stop_ids
 from tokenizer import Tokenizer
@@ -114,9 +114,8 @@ def json_object(line):
 
 def line_parser(path, lines):
     """How a line of a prompts file becomes an object: as JSON, where the file's name or its first line says so, or as text, which is the prompt."""
-    if Path(path).suffix in (".jsonl", ".ndjson", ".json") or json_object(lines[0][1]) is not None:
-        return json_object
-    return lambda line: {"prompt": line.decode("utf-8")}
+    as_json = Path(path).suffix in (".jsonl", ".ndjson", ".json") or json_object(lines[0][1]) is not None
+    return json_object if as_json else lambda line: {"prompt": line.decode("utf-8")}
 
 
 def read_prompts(path, lines, done, tokenizer, thinking, longest):
@@ -323,7 +322,6 @@ def regenerate(args):
     if not args.base_url:
         device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = getattr(torch, args.dtype or ("float32" if device == "cpu" else "bfloat16"))
-        check_dtype(dtype)
     lines, done = prompt_lines(args.prompts), set()
     header = {
         "format": FORMAT, "target": target_id(args.target), "vocab_size": config.vocab_size, "stop_ids": sorted(stop_ids),
@@ -365,14 +363,10 @@ def say(text):
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One prompt and its response, as ids (T) in numpy's int32: a million rows fit in memory."""
+    """One prompt and its response, as ids (T) in numpy's int32: a million rows fit in memory. All from prompt_length on, the stop token too, has a loss."""
     ids: np.ndarray
     prompt_length: int
     task: str | None = None
-
-    @property
-    def loss_mask(self):
-        return np.arange(len(self.ids)) >= self.prompt_length      # (T) bool: True for the response, its stop token included
 
 
 def rows(path, vocab_size, max_length, target=None):
@@ -419,7 +413,7 @@ def parse_args(argv=None):
     model.add_argument("--target", default=str(ROOT / "tiny" / "target"), help="checkpoint directory or hub id (default: the embedded one)")
     model.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="the template's thinking mode (default: off, as drafters are served)")
     model.add_argument("--device", help="cpu, cuda, mps (default: cuda if there, else cpu)")
-    model.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16, on cpu float32")
+    model.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16, on cpu float32 (hidden states overflow fp16)")
     decoding = sub.add_argument_group("decoding")
     decoding.add_argument("--max-new-tokens", type=int, help="default: half the target's context, at most 2048")
     decoding.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")

@@ -275,7 +275,7 @@ def parse_args(argv=None):
     models.add_argument("--target", help="checkpoint directory or hub id (default: the embedded pair)")
     models.add_argument("--draft", help="drafter directory or hub id; --target without it decodes plainly")
     models.add_argument("--device", help="cpu, cuda, mps (default: cuda if there, mps for targets over 100M parameters, else cpu)")
-    models.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16, on cpu float32")
+    models.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16, on cpu float32 (hidden states overflow fp16)")
     prompt = parser.add_argument_group("prompt")
     prompt.add_argument("--prompt", help="the user's message; - reads stdin; without it: a chat")
     prompt.add_argument("--system", help="system message")

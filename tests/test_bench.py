@@ -500,7 +500,7 @@ def refused(capsys, *args):
     ("--num-prompts 0", "--num-prompts is 0"), ("--block-size 0", "--block-size is 0"), ("--context -1", "--context is -1"), ("--json /", "not a file"), ("--context 2000000000", "max_position_embeddings"),
     ("--temperature -1", "temperature is -1"), ("--max-new-tokens 1", "2 or more"), ("--resume", "--json"), ("--data-dir .", "--data-dir changes nothing"),
     ("--target TARGET --block-size 4", "--draft"), ("--thinking", "no switch for thinking"), ("--device nonsense", "device"),
-    ("--dtype float16", "fp16"), ("--nonsense", "--help"), ("--target TARGET --prompts FILE --context 600", "max_position_embeddings")])
+    ("--dtype float16", "float16"), ("--nonsense", "--help"), ("--target TARGET --prompts FILE --context 600", "max_position_embeddings")])
 def test_bad_input_is_one_sentence(toy, capsys, tmp_path, monkeypatch, line, words):
     def no_hub(*args, **more):
         raise OSError("Connection refused")

@@ -258,7 +258,7 @@ def test_foreign_files_are_left_alone(content, run, tmp_path):
 @pytest.mark.parametrize("options, said", [
     (("--max-new-tokens", 256), "no room for a prompt"), (("--max-new-tokens", 0), "max-new-tokens is 0"), (("--batch-size", 0), "batch-size is 0"),
     (("--limit", -1), "limit is -1"), (("--temperature", -1), "temperature is -1"), (("--temperature", "nan"), "temperature is nan"),
-    (("--dtype", "float16"), "overflow fp16"), (("--device", "nowhere"), "not to be had"), (("--target", "no/where/at all"), "no such directory"),
+    (("--dtype", "float16"), "invalid choice: .float16"), (("--device", "nowhere"), "not to be had"), (("--target", "no/where/at all"), "no such directory"),
     (("--model", "m"), "need each other"), (("--base-url", "http://x"), "need each other"), (("--base-url", "x", "--model", "m"), "something like http"),
     (("--base-url", "http://x", "--model", "m", "--dtype", "float32"), "change nothing"), (("--nonsense",), "unrecognized"),
     (("--seed", 2**63), "seed is"), (("--seed", -10**30), "seed is"), (("--batch-size", 10**30), "batch-size is 10"),
@@ -535,15 +535,14 @@ def test_rows_mask_is_the_response(run, small, tmp_path):
     assert len(kept) == len(expected) > 5
     for row, source in zip(kept, expected):
         assert row.ids.tolist() == source["prompt_ids"] + source["response_ids"] and row.task == source["task"]
-        assert row.ids[row.loss_mask].tolist() == source["response_ids"] and row.prompt_length == len(source["prompt_ids"])
+        assert row.ids[row.prompt_length:].tolist() == source["response_ids"] and row.prompt_length == len(source["prompt_ids"])
 
 
 def test_rows_are_cut_and_dropped(tmp_path, capsys):
     path = write_responses(tmp_path / "r", *({"prompt_ids": [1] * p, "response_ids": [2] * r} for p, r in ((3, 0), (3, 1), (3, 2), (3, 9), (7, 5), (9, 5))),
                            end='{"prompt_ids": [1], "resp')
     kept = data.rows(path, 100, 9)
-    assert [(row.ids.tolist(), row.loss_mask.tolist(), row.task) for row in kept] == [
-        ([1] * 3 + [2] * r, [False] * 3 + [True] * r, None) for r in (2, 6)] + [([1] * 7 + [2] * 2, [False] * 7 + [True] * 2, None)]
+    assert [(row.ids.tolist(), row.prompt_length, row.task) for row in kept] == [([1] * p + [2] * r, p, None) for p, r in ((3, 2), (3, 6), (7, 2))]
     assert "3 of 6 samples dropped" in capsys.readouterr().err
 
 
