@@ -4,19 +4,31 @@ import os
 import pytest
 
 import toys
+from target import Target
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    """checkpoint(kind, **options) -> directory of a toy target, written once. Not to be changed."""
+def memo(make):
+    """-> get(kind, **options), which calls `make` once for each."""
     made = {}
 
     def get(kind, **options):
         key = kind, repr(options)
         if key not in made:
-            made[key] = toys.write_target(tmp_path_factory.mktemp(kind), kind, **options)
+            made[key] = make(kind, **options)
         return made[key]
     return get
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """checkpoint(kind, **options) -> directory of a toy target, written once. Not to be changed."""
+    return memo(lambda kind, **options: toys.write_target(tmp_path_factory.mktemp(kind), kind, **options))
+
+
+@pytest.fixture(scope="session")
+def target_of(checkpoint):
+    """target_of(kind, **options) -> Target in fp32, loaded once. Not to be changed."""
+    return memo(lambda kind, **options: Target.load(checkpoint(kind, **options)))
 
 
 def pytest_collection_modifyitems(items):

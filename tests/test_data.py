@@ -25,9 +25,9 @@ OFTEN = range(0, 290, 9)        # stop ids that a random model meets soon
 
 
 @pytest.fixture(scope="session")
-def small(checkpoint):
+def small(tmp_path_factory):
     """A target for the command line: two layers, and a stop id that it meets now and then."""
-    directory = checkpoint("qwen3-padded", num_hidden_layers=2, max_position_embeddings=256)
+    directory = toys.write_target(tmp_path_factory.mktemp("small"), "qwen3-padded", num_hidden_layers=2, max_position_embeddings=256)
     toys.write_json(directory / "generation_config.json", {"eos_token_id": [STOP, *OFTEN]})
     return directory
 
@@ -72,8 +72,8 @@ def random_prompts(count, longest, seed=0):
 # Batched decoding
 
 @pytest.mark.parametrize("kind", sorted(toys.KINDS))
-def test_batch_is_single(kind, checkpoint, monkeypatch):
-    target, moves = Target.load(checkpoint(kind)), []
+def test_batch_is_single(kind, target_of, monkeypatch):
+    target, moves = target_of(kind), []
     move = data.move
     monkeypatch.setattr(data, "move", lambda *args: (moves.append(len(args[1])), move(*args)))
     prompts = random_prompts(10, 40)
@@ -84,8 +84,8 @@ def test_batch_is_single(kind, checkpoint, monkeypatch):
     assert len(set(map(len, got))) > 2 and moves and moves[0] <= 5         # they end apart, and the cache shrinks with them
 
 
-def test_batch_outgrows_its_cache(checkpoint, monkeypatch):
-    target, prompts, moves = Target.load(checkpoint("qwen3-untied", num_hidden_layers=2)), random_prompts(3, 9), []
+def test_batch_outgrows_its_cache(target_of, monkeypatch):
+    target, prompts, moves = target_of("qwen3-untied", num_hidden_layers=2), random_prompts(3, 9), []
     move = data.move
     monkeypatch.setattr(data, "move", lambda *args: (moves.append(args[2]), move(*args)))
     got = data.decode_batch(target, prompts, 150, ())
@@ -94,13 +94,13 @@ def test_batch_outgrows_its_cache(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3])
-def test_budget_and_batch_of_one(budget, checkpoint):
-    target = Target.load(checkpoint("qwen2"))
+def test_budget_and_batch_of_one(budget, target_of):
+    target = target_of("qwen2")
     assert data.decode_batch(target, [[5, 6, 7]], budget, ()) == [single(target, [5, 6, 7], budget, ())]
 
 
-def test_stop_id_is_part_of_the_response(checkpoint):
-    target = Target.load(checkpoint("qwen3-tied"))
+def test_stop_id_is_part_of_the_response(target_of):
+    target = target_of("qwen3-tied")
     prompts = random_prompts(4, 9)
     free = data.decode_batch(target, prompts, 6, ())
     for slot in range(6):
@@ -109,15 +109,15 @@ def test_stop_id_is_part_of_the_response(checkpoint):
         assert data.decode_batch(target, prompts, 6, stop) == cut
 
 
-def test_no_id_past_the_vocabulary(checkpoint):
-    target = Target.load(checkpoint("qwen3-padded", padding_scale=3.0))
+def test_no_id_past_the_vocabulary(target_of):
+    target = target_of("qwen3-padded", padding_scale=3.0)
     free, bound = (data.decode_batch(target, random_prompts(6, 9), 20, (), vocab) for vocab in (None, toys.N_TOKENS))
     assert max(map(max, free)) >= toys.N_TOKENS > max(map(max, bound))
 
 
-def test_sampling_draws_from_the_distribution(checkpoint):
+def test_sampling_draws_from_the_distribution(target_of):
     """Two tokens of one prompt, 4000 times at once, against the softmax."""
-    target, n = Target.load(checkpoint("qwen3-untied", num_hidden_layers=2)), 4000
+    target, n = target_of("qwen3-untied", num_hidden_layers=2), 4000
     draws = data.decode_batch(target, [[1, 2, 3]] * n, 2, (), temperature=0.4, generator=torch.Generator().manual_seed(0))
     assert draws == data.decode_batch(target, [[1, 2, 3]] * n, 2, (), temperature=0.4, generator=torch.Generator().manual_seed(0))
     first = np.bincount([row[0] for row in draws], minlength=toys.N_TOKENS)
@@ -205,8 +205,8 @@ def test_template_mode(run, small, checkpoint, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_no_template_continues_the_text(run, checkpoint, tmp_path):
-    bare = checkpoint("qwen2", num_hidden_layers=1)
+def test_no_template_continues_the_text(run, tmp_path):
+    bare = toys.write_target(tmp_path / "bare", "qwen2", num_hidden_layers=1)
     config = json.loads((bare / "tokenizer_config.json").read_text())
     toys.write_json(bare / "tokenizer_config.json", {key: value for key, value in config.items() if key != "chat_template"})
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the user"}\n{"messages": [{"role": "user", "content": "x"}]}\n')

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 import toys
 from checkpoint import InputError
 from draft import DraftConfig, Drafter, default_target_layer_ids
-from target import Target
 
 CONFIGS = Path(__file__).resolve().parents[2] / "shared" / "configs"
 needs_configs = pytest.mark.skipif(not CONFIGS.is_dir(), reason="no ../shared/configs: the released drafter's config.json and tensor names are there")
@@ -22,18 +21,13 @@ B = 5
 
 
 @pytest.fixture(scope="module")
-def target_dir(tmp_path_factory):
-    return toys.write_target(tmp_path_factory.mktemp("target"), "qwen3-tied")
+def target(target_of):
+    return target_of("qwen3-tied")
 
 
 @pytest.fixture(scope="module")
-def target(target_dir):
-    return Target.load(target_dir)
-
-
-@pytest.fixture(scope="module")
-def drafter_dir(tmp_path_factory, target_dir):
-    return toys.write_drafter(tmp_path_factory.mktemp("drafter"), target_dir, block_size=B)
+def drafter_dir(tmp_path_factory, checkpoint):
+    return toys.write_drafter(tmp_path_factory.mktemp("drafter"), checkpoint("qwen3-tied"), block_size=B)
 
 
 @pytest.fixture(scope="module")
@@ -317,10 +311,10 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("case", MISFITS)
-def test_drafter_for_another_target(drafter, drafter_dir, tmp_path, case):
+def test_drafter_for_another_target(drafter, drafter_dir, target_of, case):
     kind, overrides, words = MISFITS[case]
-    other = Target.load(toys.write_target(tmp_path / "other", kind, **overrides))
-    with refused(str(drafter_dir), str(tmp_path / "other"), *words):
+    other = target_of(kind, **overrides)
+    with refused(str(drafter_dir), other.name, *words):
         drafter.check_fits(other, other.stop_ids)
 
 

@@ -115,19 +115,6 @@ def errors(seed, start, end, share=0.3):
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    """toy(kind, **options) -> Target, written and loaded once."""
-    made = {}
-
-    def get(kind, **options):
-        key = kind, repr(options)
-        if key not in made:
-            made[key] = Target.load(toys.write_target(tmp_path_factory.mktemp(kind), kind, **options))
-        return made[key]
-    return get
-
-
-@pytest.fixture(scope="module")
 def wanderer():
     """A small target, a prompt, and its greedy continuation (60 tokens), of which the first 30 are all different."""
     target = small_target(1024, seed=2, layers=4)
@@ -143,8 +130,8 @@ def wanderer():
 
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-untied", "qwen2", "llama"])
 @pytest.mark.parametrize("B", [1, 2, 5, 16])
-def test_speculative_equals_plain(toy, kind, B):
-    target, n = toy(kind), 40
+def test_speculative_equals_plain(target_of, kind, B):
+    target, n = target_of(kind), 40
     for seed in range(2):
         prompt = torch.randint(256, (1 + 9 * seed,), generator=torch.Generator().manual_seed(seed)).tolist()
         text = plain(target, prompt, n)
@@ -161,8 +148,8 @@ def test_speculative_equals_plain(toy, kind, B):
 
 
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-untied", "qwen3-padded", "qwen2", "llama"])
-def test_a_real_drafter_too(toy, tmp_path, kind):
-    target, n = toy(kind), 40
+def test_a_real_drafter_too(target_of, tmp_path, kind):
+    target, n = target_of(kind), 40
     text = plain(target, PROMPT, n, vocab=toys.N_TOKENS)
     drafter = Drafter.load(toys.write_drafter(tmp_path / "drafter", target.name, parrot=max(set(text), key=text.count)))
     drafter.check_fits(target, target.stop_ids)
@@ -173,9 +160,9 @@ def test_a_real_drafter_too(toy, tmp_path, kind):
             assert sum(c.accepted for c in cycles) > 0 and sum(c.drafted - c.accepted for c in cycles[:-1]) > 0
 
 
-def test_two_runs_in_turn_and_a_shorter_second(toy, tmp_path):
+def test_two_runs_in_turn_and_a_shorter_second(target_of, tmp_path):
     """No state outside the caches: runs that take turns, and a short one after a long one, give what each gives alone."""
-    target = toy("qwen3-tied")
+    target = target_of("qwen3-tied")
     drafter = Drafter.load(toys.write_drafter(tmp_path / "drafter", target.name, parrot=plain(target, PROMPT, 40)[-1]))
     fresh = lambda: (Target.load(target.name), Drafter.load(tmp_path / "drafter"))
 
@@ -191,8 +178,8 @@ def test_two_runs_in_turn_and_a_shorter_second(toy, tmp_path):
     assert outcome([b for _, b in turns]) == alone[1]
 
 
-def test_a_target_that_emits_the_mask_id(toy, tmp_path):
-    target, n = toy("qwen3-tied"), 30
+def test_a_target_that_emits_the_mask_id(target_of, tmp_path):
+    target, n = target_of("qwen3-tied"), 30
     text = plain(target, PROMPT, n)
     for mask in {text[5], max(set(text), key=text.count)}:
         oracle = Oracle(target, PROMPT + text, 5, errors(0, 8, 38), mask=mask)
@@ -281,8 +268,8 @@ def test_commit():
     assert commit(0, [7], 2, ()) == ([7], 0, False)
 
 
-def test_limits(toy):
-    target = toy("qwen3-tied", max_position_embeddings=64)
+def test_limits(target_of):
+    target = target_of("qwen3-tied", max_position_embeddings=64)
     text = plain(target, PROMPT, 56)
     for drafter in (None, Oracle(target, PROMPT + text, 16)):
         assert tokens_of(generate(target, drafter, PROMPT, 56)) == text     # 8 + 56 = 64, though the last block reaches beyond
@@ -297,8 +284,8 @@ def test_limits(toy):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_ids_past_the_tokenizer_are_never_emitted(toy, tmp_path, temperature):
-    target = toy("qwen3-padded", padding_scale=3.0)
+def test_ids_past_the_tokenizer_are_never_emitted(target_of, tmp_path, temperature):
+    target = target_of("qwen3-padded", padding_scale=3.0)
     drafter = Drafter.load(toys.write_drafter(tmp_path / "drafter", target.name))
     proposed = []
 
@@ -321,8 +308,8 @@ def test_ids_past_the_tokenizer_are_never_emitted(toy, tmp_path, temperature):
 # ---------------------------------------------------------------------------------------------------------------------
 # What the models are given
 
-def test_caches_and_features_after_each_cycle_are_those_of_a_fresh_prefill(toy, tmp_path):
-    target, B, n = toy("qwen3-untied"), 5, 40
+def test_caches_and_features_after_each_cycle_are_those_of_a_fresh_prefill(checkpoint, tmp_path):
+    target, B, n = Target.load(checkpoint("qwen3-untied")), 5, 40           # a copy of its own, to be watched
     text = plain(target, PROMPT, n)
     drafter = Drafter.load(toys.write_drafter(tmp_path / "drafter", target.name, parrot=max(set(text), key=text.count), block_size=B))
     caches = []
@@ -333,24 +320,21 @@ def test_caches_and_features_after_each_cycle_are_those_of_a_fresh_prefill(toy, 
             return caches[-1]
         return new_cache
     target.new_cache, drafter.new_cache = watch(target), watch(drafter)
-    try:
-        emitted, before = [], None
-        for cycle in generate(target, drafter, PROMPT, n):
-            emitted += cycle.tokens
-            mine, drafts = caches[:2]
-            if len(emitted) < n:
-                decided = PROMPT + emitted[:-1]             # all but the anchor
-                assert mine.length == len(decided)
-                assert drafts.length == (0 if cycle.prefill else before)
-                fresh, contexts = Target.new_cache(target, n + 20), Drafter.new_cache(drafter, n + 20)
-                features = target(torch.tensor([decided]), fresh, drafter.config.target_layer_ids)[1]
-                drafter.extend(contexts, features)
-                for ours, theirs, length in ((mine, fresh, mine.length), (drafts, contexts, drafts.length)):
-                    for a, b in ((ours.k, theirs.k), (ours.v, theirs.v)):
-                        torch.testing.assert_close(a[..., :length, :], b[..., :length, :], atol=1e-4, rtol=1e-4)
-                before = mine.length
-    finally:
-        del target.new_cache, drafter.new_cache
+    emitted, before = [], None
+    for cycle in generate(target, drafter, PROMPT, n):
+        emitted += cycle.tokens
+        mine, drafts = caches[:2]
+        if len(emitted) < n:
+            decided = PROMPT + emitted[:-1]                 # all but the anchor
+            assert mine.length == len(decided)
+            assert drafts.length == (0 if cycle.prefill else before)
+            fresh, contexts = Target.new_cache(target, n + 20), Drafter.new_cache(drafter, n + 20)
+            features = target(torch.tensor([decided]), fresh, drafter.config.target_layer_ids)[1]
+            drafter.extend(contexts, features)
+            for ours, theirs, length in ((mine, fresh, mine.length), (drafts, contexts, drafts.length)):
+                for a, b in ((ours.k, theirs.k), (ours.v, theirs.v)):
+                    torch.testing.assert_close(a[..., :length, :], b[..., :length, :], atol=1e-4, rtol=1e-4)
+            before = mine.length
     assert emitted == text
 
 
@@ -385,8 +369,8 @@ def test_every_verify_row_is_what_a_single_row_gives(wanderer, monkeypatch):
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=5, top_p=0.9), Sampling(1.0, draft_temperature=1.0)])
-def test_one_host_synchronisation_a_cycle(toy, tmp_path, monkeypatch, sampling):
-    target = toy("qwen3-tied")
+def test_one_host_synchronisation_a_cycle(target_of, tmp_path, monkeypatch, sampling):
+    target = target_of("qwen3-tied")
     drafter = Drafter.load(toys.write_drafter(tmp_path / "drafter", target.name, parrot=plain(target, PROMPT, 30)[-1]))
     syncs = []
 
@@ -942,12 +926,12 @@ def test_characters_are_whole_when_they_are_printed(toy_dirs, monkeypatch):
     assert [w for w in writes if "\ufffd" in w] == ["\ufffd"] and writes.index("🙂") < writes.index("é")
 
 
-def test_almost_nothing_accepted_is_said_once(cli, toy, capsys):
+def test_almost_nothing_accepted_is_said_once(cli, target_of, capsys):
     code, _, err = cli("--target TARGET --draft RANDOM --max-new-tokens 120 --prompt hello")
     assert code == 0 and err.count("warning: almost no draft is accepted") == 1
     assert "warning" not in cli("--target TARGET --draft RANDOM --max-new-tokens 45 --prompt hello")[2]     # too early to tell
     assert "warning" not in cli("--target TARGET --max-new-tokens 120 --prompt hello")[2]                   # nothing was drafted
-    target = toy("qwen3-tied")                              # enough is accepted
+    target = target_of("qwen3-tied")                        # enough is accepted
     text = plain(target, PROMPT, 120)
     cycles = generate(target, Oracle(target, PROMPT + text, 2, errors(0, 8, 128)), PROMPT, 120)
     _, stats = stream(cycles, Tokenizer.load(target.name), show=False)

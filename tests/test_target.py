@@ -19,19 +19,6 @@ KINDS = sorted(toys.KINDS)
 IDS = torch.tensor([[5, 77, 260, 31, 8, 199, 264, 100, 42, 11, 281, 90]])
 
 
-@pytest.fixture(scope="session")
-def target_of(checkpoint):
-    """target_of(kind, **options) -> Target in fp32, loaded once."""
-    made = {}
-
-    def get(kind, **options):
-        key = kind, repr(options)
-        if key not in made:
-            made[key] = Target.load(checkpoint(kind, **options))
-        return made[key]
-    return get
-
-
 @pytest.fixture
 def broken(checkpoint, tmp_path):
     """broken(kind, **options) -> a copy that a test may damage."""
