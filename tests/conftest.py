@@ -2,8 +2,10 @@
 import os
 
 import pytest
+import torch
 
 import toys
+from fakes import plain, small_target
 from target import Target
 
 
@@ -29,6 +31,17 @@ def checkpoint(tmp_path_factory):
 def target_of(checkpoint):
     """target_of(kind, **options) -> Target in fp32, loaded once. Not to be changed."""
     return memo(lambda kind, **options: Target.load(checkpoint(kind, **options)))
+
+
+@pytest.fixture(scope="session")
+def wanderer():
+    """A small target, a prompt, and its greedy continuation (60 tokens), of which the first 30 are all different. Not to be changed."""
+    target = small_target(1024, seed=2, layers=4)
+    for seed in range(4, 100):
+        prompt = torch.randint(1024, (6,), generator=torch.Generator().manual_seed(seed)).tolist()
+        if len(set(plain(target, prompt, 30))) == 30:
+            return target, prompt, plain(target, prompt, 60)
+    raise AssertionError("no such prompt")
 
 
 def pytest_collection_modifyitems(items):

@@ -21,9 +21,9 @@ import bench
 import speculate
 import toys
 from checkpoint import InputError
+from fakes import LOOP_V, chi_square_p, small_drafter, small_target
 from sets import read_prompts, read_set
 from speculate import TINY, Cycle, Stats, commit
-from test_speculate import LOOP_V, chi_square_p, small_drafter, small_target
 
 ROOT = Path(bench.__file__).resolve().parent
 SHARED = ROOT.parent / "shared"
