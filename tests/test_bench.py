@@ -1,7 +1,6 @@
 """bench.py: the figures are those of a trace counted by hand, the sets are the right ones or refused, a cut run goes on, bad input is one sentence."""
 import contextlib
 import hashlib
-import http.server
 import itertools
 import json
 import os
@@ -10,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ import pytest
 import torch
 
 import bench
+import servers
 import speculate
 import toys
 from checkpoint import InputError
@@ -162,7 +161,7 @@ def server(monkeypatch, tmp_path):
     rows = [{"question": f"What is {i} + {i}?"} for i in range(3)]
     content = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(servers.Quiet):
         answer, asked = "whole", 0
 
         def do_GET(self):
@@ -174,13 +173,9 @@ def server(monkeypatch, tmp_path):
             self.end_headers()
             self.wfile.write(body[:50] if self.answer.startswith("cut") else body)
 
-        def log_message(self, *args):
-            pass
-
-    here = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=here.serve_forever, daemon=True).start()
-    Handler.stop = lambda: (here.shutdown(), here.server_close())
-    address = f"http://127.0.0.1:{here.server_address[1]}/test.jsonl"
+    here = servers.start(Handler)
+    Handler.stop = lambda: servers.stop(here)
+    address = here.url + "/test.jsonl"
     file, _, _, _, prompts, texts = bench.SETS["gsm8k"]
     monkeypatch.setitem(bench.SETS, "gsm8k", (file, address, hashlib.sha256(content).hexdigest(), 3, prompts, texts))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

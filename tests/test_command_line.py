@@ -1,7 +1,6 @@
 """speculate.py's command line: text to stdout, the rest to stderr, every option does what it says, bad input is refused in one sentence; and loading, from
 directories and from a hub.
 """
-import http.server
 import io
 import json
 import os
@@ -11,13 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import servers
 import speculate
 import toys
 from checkpoint import InputError
@@ -353,7 +352,7 @@ def test_stop_ids_are_those_of_checkpoint_and_tokenizer(toy_dirs, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # A model hub, in the way huggingface_hub wants one
 
-class Hub(http.server.BaseHTTPRequestHandler):
+class Hub(servers.Quiet):
     repos, commit = {}, "0123456789abcdef0123456789abcdef01234567"      # {owner/name: directory}
 
     def do_GET(self):
@@ -383,19 +382,14 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(body)
 
-    def log_message(self, *_):
-        pass
-
 
 def test_hub_ids(toy_dirs, tmp_path, cli):
     """Served, then from the cache when the server is gone; another id then is an error. Each in a process of its own, as a user starts it."""
     Hub.repos = {"some/target": toy_dirs / "TARGET", "some/drafter": toy_dirs / "DRAFT"}
     (toy_dirs / "TARGET" / "pytorch_model.bin").write_bytes(b"not to be downloaded")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = servers.start(Hub)
     env = {key: value for key, value in os.environ.items() if not key.startswith("HF_") and not key.lower().endswith("_proxy")}
-    env |= dict(HF_ENDPOINT=f"http://127.0.0.1:{server.server_address[1]}", HF_HOME=str(tmp_path / "home"), HF_HUB_DISABLE_PROGRESS_BARS="1",
-                PYTHONIOENCODING="utf-8")
+    env |= dict(HF_ENDPOINT=server.url, HF_HOME=str(tmp_path / "home"), HF_HUB_DISABLE_PROGRESS_BARS="1", PYTHONIOENCODING="utf-8")
 
     def run(*args):
         done = subprocess.run([sys.executable, str(ROOT / "speculate.py"), *args, "--max-new-tokens", "40", "--prompt", "hello"], env=env, cwd=tmp_path,
@@ -407,8 +401,7 @@ def test_hub_ids(toy_dirs, tmp_path, cli):
     assert (code, out) == (0, expected), err
     assert "some/target" in err and "some/drafter" in err
     assert not list((tmp_path / "home").rglob("*.bin"))
-    server.shutdown()
-    server.server_close()
+    servers.stop(server)
     code, out, err = run(*pair)
     assert (code, out) == (0, expected), err
     assert "some/other" in error_line(*run("--target", "some/other"))

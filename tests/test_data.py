@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 import data
+import servers
 import speculate
 import toys
 from checkpoint import InputError
@@ -382,55 +382,22 @@ def test_exit_code(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # A server
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        key = tuple(body["prompt"])
-        with self.server.lock:
-            self.server.bodies.append((self.path, body))
-            attempt = self.server.tries[key] = self.server.tries.get(key, -1) + 1
-            self.server.under_way += 1
-            self.server.most = max(self.server.most, self.server.under_way)
-        try:
-            answer = self.server.script(body, attempt)
-        finally:
-            with self.server.lock:
-                self.server.under_way -= 1
-        if answer == "close":                          # before a word is said
-            self.close_connection = True
-            return
-        code, text = answer if isinstance(answer, tuple) else (200, json.dumps({"choices": [answer]}))
-        try:
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(text) + (1000 if code == 200 and text.startswith("cut") else 0)))
-            self.end_headers()
-            self.wfile.write(text.encode())
-        except OSError:                                # the client did not wait
-            pass
-        self.close_connection = True
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.fixture
 def server(monkeypatch):
-    """server(script) -> its options; `script(body, attempt)` gives a choice, (status, text) or 'close'."""
+    """server(script) -> its options; `script(prompt ids, attempt)` gives a choice, (status, text) or 'close'."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    started = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    started.daemon_threads, started.lock, started.bodies, started.tries, started.under_way, started.most = True, threading.Lock(), [], {}, 0, 0
-    threading.Thread(target=started.serve_forever, args=(0.01,), daemon=True).start()
+    started = servers.start_openai()
 
     def start(script):
-        started.script = script
-        return ["--base-url", f"http://127.0.0.1:{started.server_port}/v1/", "--model", "toy"]
+        def answer(prompt, number):
+            given = script(prompt, started.tries[prompt])
+            return {"choices": [given]} if isinstance(given, dict) else given
+        started.script = answer
+        return ["--base-url", started.url + "/", "--model", "toy"]
     start.started = started
     yield start
-    started.shutdown()
-    started.server_close()
+    servers.stop(started)
 
 
 def test_server_with_faults(run, small, server, tmp_path, monkeypatch, capsys):
@@ -444,18 +411,17 @@ def test_server_with_faults(run, small, server, tmp_path, monkeypatch, capsys):
               (200, '{"choices": [{"text": 3}]}')]
     wait = threading.Event()
 
-    def script(body, attempt):
-        key = tuple(body["prompt"])
-        line = numbers[key]
-        if attempt == 0 and line <= len(faults):
+    def script(prompt, attempt):
+        line = numbers[prompt]
+        if attempt == 1 and line <= len(faults):
             return faults[line - 1]
-        if attempt == 0 and line == 9:
+        if attempt == 1 and line == 9:
             wait.wait(1)                               # slower than the client waits
         if line == 10 and not refused:
             return 400, "too long for me"
         wait.wait(0.02)
-        ids = answers[key]["response_ids"]
-        finish = "length" if "cut" in answers[key] else "stop"
+        ids = answers[prompt]["response_ids"]
+        finish = "length" if "cut" in answers[prompt] else "stop"
         given = {"token_ids": ids} if line % 2 else {"logprobs": {"content": [{"id": i, "logprob": 0} for i in ids]}}
         return {"text": "", "finish_reason": finish} | given
 
@@ -465,12 +431,12 @@ def test_server_with_faults(run, small, server, tmp_path, monkeypatch, capsys):
     assert rows == {line: row for line, row in local.items() if line != 10}
     said = capsys.readouterr().err
     assert "prompt of line 10 skipped: no answer of the server (HTTP Error 400: Bad Request: too long for me)" in said
-    assert server.started.tries[tuple(local[10]["prompt_ids"])] == 0                      # refused is not asked again
+    assert server.started.tries[tuple(local[10]["prompt_ids"])] == 1                      # refused is not asked again
     assert 2 <= server.started.most <= 4 + 1           # the one that was given up for slowness may still be there
-    path, body = server.started.bodies[0]
+    path, body = server.started.paths[0], server.started.bodies[0]
     assert path == "/v1/completions" and body["model"] == "toy" and body["temperature"] == 0 and body["max_tokens"] == 12 and body["return_token_ids"]
     assert body["stream"] is False and body["stop_token_ids"] == header["stop_ids"] and body["top_p"] == 1 and body["repetition_penalty"] == 1
-    assert len({body["seed"] for _, body in server.started.bodies}) == 24
+    assert len({body["seed"] for body in server.started.bodies}) == 24
     assert header2 == header | {"engine": "server, model toy"}
 
     refused.append("not any more")
@@ -487,7 +453,7 @@ def test_server_gives_text_alone(run, checkpoint, server, tmp_path, capsys):
              "5": ("words <|im_end|>\nmore", "stop"), "6": ("combine e\u0301", "stop"), "7": ("gone", "abort")}
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": key}) + "\n" for key in texts))
     keys = {tuple(tokenizer.chat([{"role": "user", "content": key}])): key for key in texts}
-    script = lambda body, attempt: dict(zip(("text", "finish_reason"), texts[keys[tuple(body["prompt"])]]), logprobs=None)
+    script = lambda prompt, attempt: dict(zip(("text", "finish_reason"), texts[keys[prompt]]), logprobs=None)
     _, rows = run(*server(script), "--target", target)
     assert {line: row["response_ids"] for line, row in rows.items()} == {
         1: tokenizer.encode("the user and") + [STOP], 2: tokenizer.encode("and on and on"), 4: [STOP], 6: tokenizer.encode("words <|im_end|>")}
@@ -501,19 +467,19 @@ def test_server_gives_text_alone(run, checkpoint, server, tmp_path, capsys):
 def test_server_given_up(answer, run, server, tmp_path):
     write_prompts(tmp_path / "prompts.jsonl", 60)
     with pytest.raises(InputError, match="20 prompts in a row failed"):
-        run(*server(lambda body, attempt: answer), "--batch-size", 8)
+        run(*server(lambda prompt, attempt: answer), "--batch-size", 8)
     assert read(tmp_path / "out.jsonl")[1] == {} and len(server.started.tries) < 40
-    assert max(server.started.tries.values()) == (data.TRIES - 1 if answer == (503, "away") else 0)
+    assert max(server.started.tries.values()) == (data.TRIES if answer == (503, "away") else 1)
 
 
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1:70000/v1"])
 def test_server_that_answers_nothing(url, run, server, tmp_path):
     """Fewer prompts than it takes to give a server up; a port that there is not, to which no request can be sent."""
     write_prompts(tmp_path / "prompts.jsonl", 3)
-    options = server(lambda body, attempt: (503, "away"))
+    options = server(lambda prompt, attempt: (503, "away"))
     with pytest.raises(InputError, match="answered none of the prompts"):
         run(*options, *(("--base-url", url) if url else ()))
-    assert run(*server(lambda body, attempt: {"token_ids": [STOP], "finish_reason": "stop"}))[1].keys() == {1, 2, 3}
+    assert run(*server(lambda prompt, attempt: {"token_ids": [STOP], "finish_reason": "stop"}))[1].keys() == {1, 2, 3}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

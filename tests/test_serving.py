@@ -7,57 +7,17 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 import data
+import servers
 from checkpoint import InputError
 from paper import serving
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = json.loads(serving.PUBLISHED.read_text())
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        page = self.server.pages.get(self.path)
-        self.answer(*((404, "nothing here") if page is None else (200, page() if callable(page) else json.dumps(page))))
-
-    def do_POST(self):
-        body, server = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.server
-        prompt = body["messages"][-1]["content"]
-        with server.lock:
-            server.bodies.append(body)
-            server.tries[prompt] = server.tries.get(prompt, 0) + 1
-            server.under_way += 1
-            server.most = max(server.most, server.under_way)
-            number = len(server.bodies)
-        try:
-            given = server.script(prompt, number)
-        finally:
-            with server.lock:
-                server.under_way -= 1
-        if given == "close":                           # before a word is said
-            self.close_connection = True
-        else:
-            self.answer(*(given if isinstance(given, tuple) else (200, json.dumps(given))))
-
-    def answer(self, code, text):
-        try:
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(text) + 1000 * text.startswith("cut")))
-            self.end_headers()
-            self.wfile.write(text.encode())
-        except OSError:                                # the client did not wait
-            pass
-        self.close_connection = True
-
-    def log_message(self, *args):
-        pass
 
 
 @pytest.fixture
@@ -67,17 +27,12 @@ def serve(monkeypatch):
     started = []
 
     def start(script, owner="sglang", **pages):
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.daemon_threads, server.lock, server.bodies, server.tries, server.under_way, server.most = True, threading.Lock(), [], {}, 0, 0
-        server.script, server.url = script, f"http://127.0.0.1:{server.server_port}/v1"
-        server.pages = {"/v1/models": {"data": [{"id": "toy", "owned_by": owner}]}} | {"/" + name: page for name, page in pages.items()}
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        started.append(server)
-        return server
+        pages = {"/v1/models": {"data": [{"id": "toy", "owned_by": owner}]}} | {"/" + name: page for name, page in pages.items()}
+        started.append(servers.start_openai(script, pages))
+        return started[-1]
     yield start
     for server in started:
-        server.shutdown()
-        server.server_close()
+        servers.stop(server)
 
 
 @pytest.fixture
