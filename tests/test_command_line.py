@@ -309,6 +309,16 @@ def test_almost_nothing_accepted_is_said_once(cli, target_of, capsys):
     assert len(stats.cycles) > 60 and 1.3 < stats.tau < 1.9 and "warning" not in capsys.readouterr().err
 
 
+def test_a_prompt_longer_than_what_the_drafter_learnt_from(cli, toy_dirs, tmp_path):
+    drafter = shutil.copytree(toy_dirs / "DRAFT", tmp_path / "taught")
+    raw = json.loads((drafter / "config.json").read_text())
+    raw["dflash_config"]["training_length"] = 40
+    (drafter / "config.json").write_text(json.dumps(raw))
+    said = "this drafter learnt from conversations of at most 40: expect a lower tau"
+    assert said in cli(f"--target TARGET --draft {drafter} --max-new-tokens 5 --prompt {'long' * 40}")[2]
+    assert said not in cli(f"--target TARGET --draft {drafter} --max-new-tokens 5 --prompt short")[2]
+
+
 def test_chat_keeps_its_history(cli, toy_dirs):
     tokenizer, target = Tokenizer.load(toy_dirs / "TARGET"), Target.load(toy_dirs / "TARGET")
     messages, replies = [{"role": "system", "content": "terse"}], []
