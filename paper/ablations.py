@@ -38,10 +38,10 @@ from speculate import TINY, load, say
 from target import keep
 
 PUBLISHED = Path(__file__).with_name("published.json")
-BASE = {"layers": run.EMBEDDED["layers"], "taps": 5, "block_size": 16, "conditioning": "kv", "anchors": run.EMBEDDED["anchors"], "placing": "random",
-        "loss": run.EMBEDDED["loss"], "optimizer": run.EMBEDDED["optimizer"], "lr": run.LR[run.EMBEDDED["optimizer"]]}
+BASE = {"layers": run.EMBEDDED["layers"], "taps": 5, "block_size": 16, "conditioning": "kv", "placing": "random", "loss": run.EMBEDDED["loss"],
+        "optimizer": run.EMBEDDED["optimizer"], "lr": run.LR[run.EMBEDDED["optimizer"]]}
 BLOCKS, BUDGET = (4, 8, 16), 256               # new tokens of a response, as train.real_tau has it
-RATES, RATE_SEED = {"adamw": (6e-4, 2e-3, 6e-3), "muon": (0.01, 0.02, 0.04)}, 100
+RATES, RATE_SEED = {"adamw": (6e-4, 2e-3, 6e-3), "muon": (0.02, 0.04, 0.08)}, 100
 SPREAD = {"tau": 0.15, "speedup": 1.04}        # the paper's own, from run to run (published.json's note): a difference of taus, a ratio of speed-ups
 RULE = ("two of ours differ where their ranges over the seeds do not touch, and are within noise otherwise; two of the paper's differ by more than its own "
         f"spread from run to run, {SPREAD['tau']} of tau or {SPREAD['speedup'] - 1:.0%} of speed-up, or have no order")
@@ -50,7 +50,7 @@ RULE = ("two of ours differ where their ranges over the seeds do not touch, and 
 @dataclass(frozen=True)
 class Ablation:
     title: str
-    variants: dict                 # by the paper's name of it, where it has one: what is changed; `test` is the block size to decode with
+    variants: dict                 # by the paper's name of it, where it has one: what is changed; `test`: block size to decode with; `share`: of --anchors
     reference: str                 # the variant that those which the paper has not are compared with
     table: str | None = None       # in published.json
     rates: bool = False            # whether each variant has a learning rate of its own
@@ -67,8 +67,8 @@ ABLATIONS = {
         "D-PACE": {"loss": "dpace", "optimizer": "muon"}}, "exponential decay", "loss weights (chart read, approximate)", rates=True,
         remark="The paper's is tau after its first epoch, nearest to so short a training; after nine both are at 6.4. D-PACE is arXiv 2605.18810."),
     "anchors": Ablation("where blocks begin in training", {
-        "random anchors": {}, "random anchors, a quarter as many": {"anchors": max(1, BASE["anchors"] // 4)}, "contiguous blocks": {"placing": "contiguous"}},
-        "random anchors", "anchors", remark=f"Random anchors are {BASE['anchors']} a sequence; contiguous blocks as many as it holds, the same each epoch."),
+        "random anchors": {}, "random anchors, a quarter as many": {"share": 0.25}, "contiguous blocks": {"placing": "contiguous"}}, "random anchors", "anchors",
+        remark="Contiguous blocks are no more than random ones, and the same each epoch."),
     "conditioning": Ablation("how the drafter gets to know the target's features", {
         "block, KV injection": {"conditioning": "kv"}, "block, input fusion": {"conditioning": "input"}, "no target features": {"conditioning": "none"}},
         "block, KV injection", "conditioning (tau, speedup order swapped in the paper)",
@@ -157,7 +157,7 @@ class Lab:
     """The embedded target, data and prompts, and the trainings that are done: a file each in args.out, found again by all the settings that matter."""
 
     def __init__(self, args, stopping=()):
-        self.args, self.stopping, self.used, self.made = args, stopping, set(), 0
+        self.args, self.base, self.stopping, self.used, self.made = args, BASE | {"anchors": args.anchors}, stopping, set(), 0
         self.target, _, self.tokenizer = load(None, None, "cpu")
         self.rows = data.rows(args.data, self.target.config.vocab_size, run.PAPER["max_length"], self.target.name)
         self.prompts = [(task, prompt) for task, prompts in read_prompts(args.eval_prompts).items() for prompt in prompts[:args.eval_each]]
@@ -166,9 +166,10 @@ class Lab:
         args.out.mkdir(parents=True, exist_ok=True)
 
     def result(self, changes, seed):
-        """Of BASE with these changes and this seed -> {settings, curve, scores}: read, if it is there, or else trained and measured now."""
-        settings = BASE | {name: value for name, value in changes.items() if name != "test"}
-        name = "-".join(f"{key}-{value}" for key, value in settings.items() if value != BASE[key]) or "base"
+        """Of the base with these changes and this seed -> {settings, curve, scores}: read, if it is there, or else trained and measured now."""
+        settings = self.base | {name: value for name, value in changes.items() if name not in ("test", "share")}
+        settings["anchors"] = max(1, round(self.base["anchors"] * changes.get("share", 1)))
+        name = "-".join(f"{key}-{value}" for key, value in settings.items() if value != self.base[key]) or "base"
         settings |= self.shared | {"seed": seed}
         path = self.args.out / f"{name}-seed-{seed}-{sha256(json.dumps(settings, sort_keys=True).encode())[:12]}.json"
         self.used.add(path)
@@ -199,7 +200,7 @@ class Lab:
     def measure(self, drafter, settings):
         """tau and speed-up -> {block size decoded with: {task: numbers}}. A drafter with nothing but its block size changed tries the other sizes, too."""
         own, threads = settings["block_size"], torch.get_num_threads()
-        blocks = BLOCKS if all(settings[key] == BASE[key] for key in BASE if key != "block_size") and own in BLOCKS else (own,)
+        blocks = BLOCKS if all(settings[key] == self.base[key] for key in self.base if key != "block_size") and own in BLOCKS else (own,)
         methods = {"plain": (None, 1)} | {str(B): (drafter, B) for B in blocks}
         options, rows = argparse.Namespace(thinking=False, max_new_tokens=BUDGET, seed=0), []
         torch.set_num_threads(1)                   # as speculate.py: matrices this small are not worth waking a second thread
@@ -375,8 +376,9 @@ def draw(path, title, curves):
 def parse_args(argv=None):
     parser = Parser(prog="python -m paper.ablations", description="The paper's ablations on the embedded target, beside what the paper printed.")
     parser.add_argument("ablations", nargs="+", choices=[*ABLATIONS, "all"], metavar="ABLATION", help=", ".join(ABLATIONS) + ", or all")
-    parser.add_argument("--steps", type=int, default=160, help="of every training (default: 160)")
-    parser.add_argument("--batch-size", type=int, default=8, help="conversations a step (default: 8)")
+    parser.add_argument("--steps", type=int, default=220, help="of every training (default: 220)")
+    parser.add_argument("--batch-size", type=int, default=4, help="conversations a step (default: 4)")
+    parser.add_argument("--anchors", type=int, default=12, help="blocks of a conversation (default: 12)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help=f"default: 0 1 2; seed {RATE_SEED} chooses learning rates")
     parser.add_argument("--data", type=Path, help="responses that data.py wrote (default: the embedded target's own, made where they are missing)")
     parser.add_argument("--eval-prompts", type=Path, default=TINY / "heldout.jsonl", help="prompts to measure on (default: tiny/heldout.jsonl)")
@@ -387,7 +389,7 @@ def parse_args(argv=None):
     args.command = shlex.join(["python", "-m", "paper.ablations", *(sys.argv[1:] if argv is None else argv)])
     args.ablations = list(ABLATIONS) if "all" in args.ablations else list(dict.fromkeys(args.ablations))
     args.seeds = list(dict.fromkeys(args.seeds))
-    for name in ("steps", "batch_size", "eval_each"):
+    for name in ("steps", "batch_size", "anchors", "eval_each"):
         if not 1 <= getattr(args, name) < 2**31:
             raise InputError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but 1 or more is needed")
     if RATE_SEED in args.seeds or not all(-2**63 <= seed < 2**63 for seed in args.seeds):
@@ -406,7 +408,8 @@ def main(argv=None):
         signal.signal(number, lambda number, _: os._exit(130) if stopping else stopping.append(number))       # the second time at once
     machine = {key: value for key, value in bench.describe(lab.target, {}).items() if key in ("hardware", "threads", "torch", "dtype", "target")}
     seeds = " ".join(map(str, args.seeds))
-    header = {"command": args.command, **machine, "trainings": f"{args.steps} steps of {args.batch_size} conversations, seeds {seeds}",
+    header = {"command": args.command, **machine,
+              "trainings": f"{args.steps} steps of {args.batch_size} conversations with {args.anchors} anchors each, seeds {seeds}",
               "measured on": f"{args.eval_prompts.name}, greedy, prompts: {len(lab.prompts)}", "verdicts": RULE}
     print("\n".join(f"- {key}: {value}" for key, value in header.items()) + "\n", flush=True)
     results, complete = {}, False

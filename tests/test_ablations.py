@@ -155,9 +155,9 @@ class FakeLab:
 
     def result(self, changes, seed):
         self.asked.append((changes["loss"], changes["lr"], seed))
-        if changes["lr"] == 0.04:
+        if changes["lr"] == 0.08:
             raise InputError("the loss is nan")
-        tau = {0.01: 2.0, 0.02: 3.0}[changes["lr"]] + (changes["loss"] == "dpace") + 0.1 * (seed % 100)
+        tau = {0.02: 2.0, 0.04: 3.0}[changes["lr"]] + (changes["loss"] == "dpace") + 0.1 * (seed % 100)
         numbers = {"tau": tau, "speedup": tau / 2, "identical": 1, "responses": 1}
         return {"settings": {"block_size": 16}, "scores": {"16": {"code": numbers, "story": numbers | {"tau": tau + 1, "speedup": tau * 2}}},
                 "curve": {"loss": [1.0], "simulated_tau": [tau]}}
@@ -166,15 +166,15 @@ class FakeLab:
 def test_a_study_by_hand():
     lab = FakeLab()
     found, curves = ablations.study(lab, "loss", [0, 1, 2])
-    assert found["rates"]["D-PACE"] == {0.01: 3.5, 0.02: 4.5, 0.04: 0.0}
+    assert found["rates"]["D-PACE"] == {0.02: 3.5, 0.04: 4.5, 0.08: 0.0}
     row = found["rows"]["D-PACE"]
     assert row["tau"] == pytest.approx([4.5, 4.6, 4.7]) and row["speedup"] == pytest.approx([4.0, 4.1, 4.2]) and row["responses"] == 6
-    assert {(loss, lr) for loss, lr, seed in lab.asked if seed < 100} == {("decay", 0.02), ("uniform", 0.02), ("dpace", 0.02)}
-    assert [lr for loss, lr, seed in lab.asked if seed == 100] == 3 * [0.01, 0.02, 0.04]
+    assert {(loss, lr) for loss, lr, seed in lab.asked if seed < 100} == {("decay", 0.04), ("uniform", 0.04), ("dpace", 0.04)}
+    assert [lr for loss, lr, seed in lab.asked if seed == 100] == 3 * [0.02, 0.04, 0.08]
     decay_uniform, dpace = found["pairs"]
     assert decay_uniform["tau"]["verdict"] == "within noise" and dpace["tau"]["verdict"] == "not in the paper; ours: ahead"
     text = "\n".join(ablations.pieces("loss", found))
-    assert "| D-PACE | 4.60 (4.50 to 4.70) | 4.10x (4.00x to 4.20x) |" in text and "0.02: **4.50**" in text and "18 of 18" in text
+    assert "| D-PACE | 4.60 (4.50 to 4.70) | 4.10x (4.00x to 4.20x) |" in text and "0.04: **4.50**" in text and "18 of 18" in text
     assert set(curves) == {"exponential decay", "uniform", "D-PACE"}
 
 
@@ -228,7 +228,7 @@ def test_an_ablation_end_to_end_and_again(files, tmp_path, capsys, monkeypatch, 
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == kept
     assert (tmp_path / "figures" / "ablation-conditioning.png").read_bytes().startswith(b"\x89PNG")
 
-    for key, value in (("--steps", "3"), ("--batch-size", "1"), ("--seeds", "1"), ("--data", str(tmp_path / "more.jsonl"))):       # all that matters
+    for key, value in (("--steps", "3"), ("--batch-size", "1"), ("--anchors", "3"), ("--seeds", "1"), ("--data", str(tmp_path / "more.jsonl"))):       # all that matters
         (tmp_path / "more.jsonl").write_text((tmp_path / "data.jsonl").read_text() + "\n".join((tmp_path / "data.jsonl").read_text().splitlines()[1:2]) + "\n")
         with pytest.raises(TypeError, match="NoneType"):
             ablations.main([*options, key, value])
@@ -240,11 +240,11 @@ def test_tau_is_that_of_train_and_other_blocks_are_tried(files, monkeypatch):
     lab = ablations.Lab(ablations.parse_args(["depth", *map(str, files)]))
     target, drafter, tokenizer = load()
     prompts = [(task, [user(texts[0])]) for task, (_, _, texts) in lab.prompts]
-    scores = lab.measure(drafter, BASE)
+    scores = lab.measure(drafter, lab.base)
     assert set(scores) == {"4", "8", "16"}
     assert {task: round(numbers["tau"], 3) for task, numbers in scores["16"].items()} == train.real_tau(target, drafter, tokenizer, prompts, 50)
     assert scores["4"]["arithmetic"]["tau"] < scores["16"]["arithmetic"]["tau"] and scores["16"]["arithmetic"]["plain_ms_a_token"] > 0
-    assert set(lab.measure(drafter, BASE | {"layers": 1})) == {"16"}
+    assert set(lab.measure(drafter, lab.base | {"layers": 1})) == {"16"}
 
 
 @EMBEDDED
