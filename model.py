@@ -235,7 +235,8 @@ class Attention(nn.Module):
         return k, self.heads(self.v_proj(x)).transpose(1, 2)
 
     def forward(self, x, rotary, past, mask, causal):
-        """x (batch, T, H) -> (batch, T, H). `past(k, v)` takes the new keys and values and gives back all that the rows may see."""
+        """x (batch, T, H) -> (batch, T, H). `past(k, v)` takes the rows' own keys and values and gives back all that they may see: KVCache.at(layer)
+        puts them behind those before; target.keep, without a cache, changes nothing; draft.behind, in training, puts the context's in front."""
         q = rotate(self.q_norm(self.heads(self.q_proj(x))).transpose(1, 2), rotary)
         k, v = past(*self.keys_values(x, rotary))
         return self.o_proj(attend(q, k, v, mask, causal).transpose(1, 2).flatten(2))
