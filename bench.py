@@ -32,7 +32,7 @@ import data
 from checkpoint import InputError, Parser, command_line, read_json
 from draft import Drafter
 from sets import SETS, choose_sets, lengthened, user, write_aside
-from speculate import TINY, Sampling, Stats, generate, load, say
+from speculate import TINY, Sampling, Stats, first_difference, generate, load, say
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))      # set by torchrun
 
@@ -50,25 +50,17 @@ def decode(target, vocab, methods, ids, budget, temperature, seed, first=0):
     return stats
 
 
-@torch.inference_mode()
-def gap(target, vocab, ids, plain, fast):
-    """By how much the two best logits differ where two greedy outputs part; None where they are the same."""
-    if plain == fast:
-        return None
-    same = next(i for i, (a, b) in enumerate(zip(plain, fast)) if a != b)
-    logits, _ = target(torch.tensor([ids + plain[:same]], device=target.device), last_only=True, vocab=vocab)
-    best, second = logits[0, -1].float().topk(2).values.tolist()
-    return best - second
-
-
 def measure(target, tokenizer, methods, prompt, label, args, first, cold):
     """Decode all turns of a prompt, the last method's answers being the history -> a row for each: `label`, which names set and setting, and numbers.
     `cold`: after a warm-up as the authors', so that nothing is timed at its first use."""
     (row, messages, texts), rows = prompt, []
     for turn, text in enumerate(texts):
         messages = [*messages, user(text)]
-        ids = tokenizer.chat(messages, args.thinking)
-        budget = args.max_new_tokens or max(2, min(2048, target.config.max_position_embeddings - len(ids)))
+        ids, limit = tokenizer.chat(messages, args.thinking), target.config.max_position_embeddings
+        budget = args.max_new_tokens or max(2, min(2048, limit - len(ids)))
+        if turn and len(ids) + budget > limit:
+            say(f"{label['set']}, prompt {row}: from turn {turn + 1} on it does not fit the target's max_position_embeddings, {limit}, and is left out")
+            break
         seed = random.Random(f"{args.seed} {label} {row} {turn}").getrandbits(63)               # a resumed run, or another share, draws the same
         if cold and turn == 0:
             decode(target, tokenizer.size, methods, ids, min(64, budget), label["temperature"], seed)
@@ -76,7 +68,8 @@ def measure(target, tokenizer, methods, prompt, label, args, first, cold):
         runs = {name: numbers(stats[name]) for name in stats}
         if label["temperature"] == 0:
             for name in list(methods)[1:]:
-                runs[name]["gap"] = gap(target, tokenizer.size, ids, stats["plain"].output, stats[name].output)
+                difference = first_difference(target, ids, stats["plain"].output, stats[name].output, tokenizer.size)
+                runs[name]["gap"] = difference and difference[1] - difference[2]               # None where there is none
         rows.append(label | {"row": row, "turn": turn, "prompt_tokens": len(ids), "runs": runs})
         messages.append({"role": "assistant", "content": tokenizer.decode(stats[list(methods)[-1]].output)})
     return rows
@@ -267,11 +260,12 @@ def draft_times(target, drafter, context=256, rounds=11):
 
 def draw(folder, report, sets, paper, latency):
     """speedups.png, histogram.png, positions.png, latency.png. `latency`: {drafter: its draft_times}"""
-    from matplotlib.figure import Figure
+    import matplotlib.figure
+    matplotlib.rcParams["text.parse_math"] = False             # names may hold a $
 
     def figure(name, x, y, series, groups=None):
         """series: {label: values over 1, 2, ...}; lines, or bars where the places have names."""
-        canvas = Figure(figsize=(9, 4.5), layout="constrained")
+        canvas = matplotlib.figure.Figure(figsize=(9, 4.5), layout="constrained")
         axes = canvas.subplots()
         for i, (label, values) in enumerate(series.items()):
             places = np.arange(1, len(values) + 1)
@@ -333,10 +327,12 @@ def parse_args(argv=None):
     for refused, why in (
         (args.block_size and args.target and not args.draft, "--block-size changes nothing without a drafter (--draft)"),
         (args.data_dir and (args.prompts or not args.target), "--data-dir changes nothing where the prompts come from a file"),
+        (args.figures and (args.target and not args.draft or args.block_size == [1]), "--figures needs a drafter (--draft), and blocks of more than 1"),
+        (args.prompts == "", "--prompts: the name of a file is empty"),
         (args.resume and not args.json, "--resume needs --json FILE, whose FILE.part it goes on with")):
         if refused:
             raise InputError(why)
-    if args.json and (not args.json.name or args.json.is_dir()):
+    if args.json and (not args.json.name or args.json.exists() and not args.json.is_file()):
         raise InputError(f"--json {args.json}: not a file to write to")
     args.part = args.json and args.json.with_name(f"{args.json.name}.part{RANK or ''}")
     return args
@@ -410,6 +406,10 @@ def run(args):
                 data.append(part, [measured])
         if args.figures and RANK == 0:
             latency = {name: draft_times(target, drafter) for name, (drafter, B) in methods.items() if B > 1}
+    except InputError:
+        if part and not rows:
+            args.part.unlink()                     # nothing is measured: the command can be mended
+        raise
     except KeyboardInterrupt:
         stopped = True
         say("stopped; the table of what was measured follows" + ("; the same command with --resume goes on" if part else ""))
@@ -435,8 +435,10 @@ def main(argv=None):
         print(*pieces(header, report, sets, paper), sep="\n")
         if args.json and not stopped:
             write_aside(args.json, json.dumps(results | {"rows": rows}).encode())
+            say(f"{args.json} is written, with every prompt's numbers")
         if args.figures and not stopped:
             draw(args.figures, report, sets, paper, latency)
+            say(f"four figures are in {args.figures}")
         print(json.dumps(results, separators=(",", ":")), flush=True)
     if stopped:
         sys.exit(130)

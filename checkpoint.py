@@ -28,9 +28,14 @@ def command_line(main, leave=sys.exit):
     leave: os._exit for a command whose threads may still wait for a server, which sys.exit would wait for, too.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)      # as Ctrl-C
+    sys.stderr = sys.stderr or open(os.devnull, "w")               # a closed one would send what is said to stdout
+    for file in (sys.stdin, sys.stdout, sys.stderr):
+        if hasattr(file, "reconfigure"):                           # odd bytes in a pipe, or a terminal that knows ASCII alone, are no reason to stop
+            file.reconfigure(errors="replace")
     try:
         code = main() or 0
-        sys.stdout.flush()
+        if sys.stdout:
+            sys.stdout.flush()
     except InputError as error:
         code, said = 2, str(error)
     except torch.OutOfMemoryError:
@@ -59,7 +64,7 @@ def checkpoint_dir(name):
         return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:       # httpx, OSError and a dozen hub errors: all of them mean the same to the user
         reason = str(error).strip().splitlines()
-        raise InputError(f"{name}: not in the local cache and not to be had from the hub ({reason[0] if reason else type(error).__name__})")
+        raise InputError(f"{name}: no such directory, and as a hub id not in the local cache and not to be had from the hub ({reason[0] if reason else type(error).__name__})")
 
 
 def read_json(path):

@@ -1,8 +1,7 @@
 """Prompts in, the target's own responses to them, token rows with loss masks out.
 
-    python data.py regenerate --prompts prompts.jsonl --out responses.jsonl                       the embedded target
-    python data.py regenerate --target Qwen/Qwen3-8B --prompts prompts.jsonl --out responses.jsonl
-    python data.py regenerate ... --base-url http://HOST:8000/v1 --model NAME                     the target on a running vLLM, SGLang or llama.cpp
+    python data.py regenerate --prompts prompts.jsonl --out responses.jsonl     the embedded target; another one with --target Qwen/Qwen3-8B
+    python data.py regenerate ... --base-url http://HOST:8000/v1 --model NAME   the target on a running vLLM, SGLang or llama.cpp
 
 A drafter learns what its target would say, with the chat template and the thinking mode it will be served with. Token ids are stored, and never
 rendered again: text that goes through a tokenizer once more can come out as other tokens.
@@ -191,9 +190,10 @@ def open_responses(path, header, done):
         _, made, end = next(entries := read_responses(path), (0, {}, 0))
         for key in header:
             if header[key] != made.get(key):
-                raise InputError(f"{path}: made with {key} {made.get(key)!r}, but now it is {header[key]!r}; choose another --out")
+                raise InputError(f"{path}: made with another {key}, {made.get(key)!r}, and not {header[key]!r}; choose another --out")
         for _, row, end in entries:
-            done.add(row.get("line"))
+            if isinstance(row.get("line"), int):
+                done.add(row["line"])
         os.truncate(path, end)          # without a half-written last line
         yield file
 
@@ -229,7 +229,7 @@ def local_answers(target, vocab, prompts, args, stop_ids, generator):
             yield [row_of(prompt, response, stop_ids) for prompt, response in zip(batch, responses)]
 
 
-FAULTS = OSError, http.client.HTTPException, ValueError, LookupError, ArithmeticError, TypeError, AttributeError      # the network's, or the answer's
+FAULTS = (OSError, http.client.HTTPException, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, RecursionError)      # network's, answer's
 TRIES, TIMEOUT, FAILURES = 5, 600, 20      # tries a request, seconds a try; prompts that fail in a row before the server is given up
 
 
@@ -244,11 +244,10 @@ def server_answers(prompts, args, tokenizer, stop_ids):
                 return
             for future in concurrent.futures.wait(pending, return_when=concurrent.futures.FIRST_COMPLETED).done:
                 line, row = pending.pop(future), future.result()
-                if isinstance(row, dict):
-                    failures = 0
+                failures = 0 if isinstance(row, dict) else failures + 1
+                if not failures:
                     yield [row]
                     continue
-                failures += 1
                 say(f"prompt of line {line} skipped: {row}")
                 if failures == FAILURES:
                     raise InputError(f"{args.base_url}: {failures} prompts in a row failed; the last one: {row}")
@@ -349,7 +348,8 @@ def regenerate(args):
                 made, cut, tokens = made + len(rows), cut + sum("cut" in row for row in rows), tokens + sum(len(row["response_ids"]) for row in rows)
                 bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s", refresh=False)
                 bar.update(len(rows))
-    say(f"{args.out}: {made} responses, {len(lines) - made} of {len(lines)} prompts skipped; now made: {tokens:,} tokens, {cut} responses cut by the budget")
+    say(f"{args.out}: {made} responses, {max(0, len(lines) - made)} of {len(lines)} prompts skipped; made now: {tokens:,} tokens, "
+        f"{cut} of these responses cut by the budget")
     if not made:
         raise InputError(f"{args.base_url}: the server answered none of the prompts; the same command asks again")
 
@@ -423,7 +423,7 @@ def parse_args(argv=None):
     server.add_argument("--base-url", help="such as http://HOST:8000/v1")
     server.add_argument("--model", help="its name there")
     args = parser.parse_args(argv)
-    for name, least in (("limit", 1), ("max_new_tokens", 1), ("batch_size", 1), ("temperature", 0), ("seed", -2**63)):
+    for name, least in (("limit", 1), ("max_new_tokens", 1), ("batch_size", 1), ("temperature", 1e-5 if args.temperature else 0), ("seed", -2**63)):
         value = getattr(args, name)
         if value is not None and not least <= value < 2**31:
             raise InputError(f"--{name.replace('_', '-')} is {value}, but a number from {least} up is needed")

@@ -32,39 +32,52 @@ from train import default_gamma, fit, make_optimisers, ranks, real_tau, total, v
 # ---------------------------------------------------------------------------------------------------------------------
 # What a run needs
 
-def eval_prompts(path, each, target, tokenizer, max_new_tokens=256):
-    """The first `each` prompts of every task of a file, each with room for an answer of max_new_tokens -> [(task, messages)]"""
-    found = [(task, number, [*history, user(texts[0])]) for task, prompts in read_prompts(path).items() for number, history, texts in prompts[:each]]
-    for _, number, messages in found:
-        length, limit = len(tokenizer.chat(messages)), target.config.max_position_embeddings
-        if length + max_new_tokens > limit:
-            raise InputError(f"{path}, line {number}: {length} tokens, and {max_new_tokens} of an answer, do not fit the target's {limit}")
-    return [(task, messages) for task, _, messages in found]
+def eval_prompts(args, target, tokenizer, rows):
+    """What tau is measured on: the first eval_each prompts of every task in --eval-prompts, or without it those of the last eval_each rows, a tenth of all
+    at most -> [(task, ids)], and the rows that are left to train on."""
+    limit, answer = target.config.max_position_embeddings, 256                 # tokens, as train.real_tau has it
+    if args.eval_prompts is None:
+        each = min(args.eval_each, len(rows) // 10)
+        rows, held = rows[:len(rows) - each], rows[len(rows) - each:]
+        return [(row.task or "held out", row.ids[:row.prompt_length].tolist()) for row in held if row.prompt_length + answer <= limit], rows
+    found = []
+    for task, prompts in read_prompts(args.eval_prompts).items():
+        for number, history, texts in prompts[:args.eval_each]:
+            found.append((task, tokenizer.chat([*history, user(texts[0])])))
+            if (length := len(found[-1][1])) + answer > limit:
+                raise InputError(f"{args.eval_prompts}, line {number}: {length} tokens, and {answer} of an answer, do not fit the target's {limit}")
+    return found, rows
 
 
 def new_drafter(target, args, tokenizer):
     """A drafter with fresh weights, of the target's own width, heads, rope and eps; or, with --init, one that is there."""
-    if args.init:
+    if args.init is not None:
         drafter = Drafter.load(args.init, target.device)
         for name, has in (("layers", drafter.config.layer.num_hidden_layers), ("taps", list(drafter.config.target_layer_ids)),
                           ("block_size", drafter.config.block_size), ("mask_token_id", drafter.config.mask_token_id)):
             if getattr(args, name) not in (None, has):
                 raise InputError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but the drafter of --init has {has}")
-    else:
-        L = target.config.num_hidden_layers
-        layer = replace(target.config, model_type="qwen3", num_hidden_layers=args.layers or 5, qkv_bias=False, o_bias=False, qk_norm=True,
-                        tie_word_embeddings=False)
-        mask = tokenizer.size if args.mask_token_id is None else args.mask_token_id
-        if mask >= target.config.vocab_size:
-            raise InputError(f"--mask-token-id: the target's embedding has no unused row behind its {tokenizer.size} tokens; name a reserved special token")
-        config = DraftConfig(layer, args.block_size or 16, mask, tuple(args.taps or default_target_layer_ids(L)), L)
-        DraftConfig.from_dict(config.to_dict(), "the options")                 # the same checks that a loaded one passes
-        torch.manual_seed(args.seed)
-        drafter = Drafter(config).initialise().to(target.device)
+        return drafter
+    L = target.config.num_hidden_layers
+    layer = replace(target.config, model_type="qwen3", num_hidden_layers=args.layers or 5, qkv_bias=False, o_bias=False, qk_norm=True,
+                    tie_word_embeddings=False)
+    mask = tokenizer.size if args.mask_token_id is None else args.mask_token_id
+    if mask >= target.config.vocab_size:
+        raise InputError(f"--mask-token-id: the target's embedding has no unused row behind its {tokenizer.size} tokens; name a reserved special token")
+    config = DraftConfig(layer, args.block_size or 16, mask, tuple(args.taps or default_target_layer_ids(L)), L)
+    DraftConfig.from_dict(config.to_dict(), "the options")                     # the same checks that a loaded one passes
+    torch.manual_seed(args.seed)
+    return Drafter(config).initialise().to(target.device)
+
+
+def ready(drafter, target, longest):
+    """Check a drafter, wherever it comes from, and make it one to train, on conversations of up to `longest` tokens."""
     drafter.name = "being trained"
     drafter.check_fits(target, target.stop_ids)
-    if drafter.config.block_size < 2:
-        raise InputError(f"block_size is {drafter.config.block_size}, but a block needs an anchor and a draft")
+    B, limit = drafter.config.block_size, target.config.max_position_embeddings
+    if not 2 <= B <= limit:
+        raise InputError(f"block_size is {B}, but a block needs an anchor and a draft, and room in the target's {limit} positions")
+    drafter.config = replace(drafter.config, training_length=max(longest, drafter.config.training_length or 0))
     return drafter.requires_grad_().train()
 
 
@@ -96,10 +109,11 @@ def check_memory(target, drafter, args, S):
 
 def save_state(path, step, drafter, optimisers, settings):
     """All that a resumed run needs, in one file, written aside, synced and renamed: a kill leaves the last whole one."""
-    aside, state = path.with_suffix(".tmp"), {"step": step, "drafter": drafter.state_dict(), "optimisers": [o.state_dict() for o in optimisers]}
+    aside, state = path.with_suffix(".tmp"), {"step": step, "config": drafter.config.to_dict(), "drafter": drafter.state_dict(),
+                                              "optimisers": [o.state_dict() for o in optimisers], "settings": settings}
     try:
         with open(aside, "wb") as file:
-            torch.save(state | {"settings": settings}, file)
+            torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:
@@ -111,11 +125,11 @@ def save_state(path, step, drafter, optimisers, settings):
 def load_state(directory):
     """The state that a run left in its directory."""
     try:
-        state = torch.load(directory / "state.pt", map_location="cpu") if directory.is_dir() else {}
-        if not isinstance(state, dict) or state.keys() != {"step", "drafter", "optimisers", "settings"}:
+        state = torch.load(directory / "state.pt", map_location="cpu")
+        if not isinstance(state, dict) or state.keys() != {"step", "config", "drafter", "optimisers", "settings"}:
             raise ValueError("not a state of train.py")
         return state
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{directory}: no state.pt, so no run to go on with")
     except Exception as error:                             # torch has many words for a file that is none of its own
         why = str(error).split(". ")[0].splitlines()[0]    # its first sentence
@@ -125,16 +139,15 @@ def load_state(directory):
 def read_log(path):
     """log.jsonl -> list of records; a last line that a kill cut off is passed over."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
             records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict) and "step" in record]
 
 
-def open_log(directory, first):
-    """The log, open for more, cut back to the steps that the state has: a killed run may have logged later ones."""
-    path = directory / "log.jsonl"
-    write_aside(path, "".join(json.dumps(record) + "\n" for record in read_log(path) if record["step"] <= first))
+def open_log(path, records):
+    """The log with these records, open for more."""
+    write_aside(path, "".join(json.dumps(record) + "\n" for record in records))
     return open(path, "a", encoding="utf-8")
 
 
@@ -156,25 +169,32 @@ def check_out(directory):
 def prepare(args, state):
     """Load and check everything -> target, drafter, tokenizer, rows, held-out prompts, settings. Nothing is written yet."""
     target, _, tokenizer = load(args.target, None, args.device)
-    rows = data.rows(args.data, target.config.vocab_size, args.max_length, target.name)
-    drafter, longest = new_drafter(target, args, tokenizer), max(len(row.ids) for row in rows)
-    c = drafter.config = replace(drafter.config, training_length=max(longest, drafter.config.training_length or 0))
+    prompts, rows = eval_prompts(args, target, tokenizer, data.rows(args.data, target.config.vocab_size, args.max_length, target.name))
+    longest = max(len(row.ids) for row in rows)
+    if state:
+        drafter = Drafter(DraftConfig.from_dict(state["config"], args.out / "state.pt")).to(target.device)
+        drafter.load_state_dict(state["drafter"])
+    else:
+        drafter = new_drafter(target, args, tokenizer)
+    c = ready(drafter, target, longest).config
     if any(c.mask_token_id in row.ids for row in rows):
         raise InputError(f"{args.data}: the mask id, {c.mask_token_id}, occurs in it; name another with --mask-token-id")
     (_, world), batches = ranks(), max(1, len(rows) // args.batch_size)
-    args.gamma = args.gamma or default_gamma(c.block_size)
+    args.gamma = args.gamma or default_gamma(c.block_size)                     # decay's; the other losses have none
     args.steps = args.steps or max(1, args.epochs * batches // (args.accumulate * world))
     needed = check_memory(target, drafter, args, longest)
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("out", "resume", "show_mask")}
-    settings |= {"world": world, "data_sha256": hashlib.sha256(Path(args.data).read_bytes()).hexdigest()}
+    settings |= {"world": world, "data_sha256": hashlib.sha256(Path(args.data).read_bytes()).hexdigest(),
+                 "eval_prompts_sha256": hashlib.sha256(repr(prompts).encode()).hexdigest()}
     if state and settings != state["settings"]:
-        changed = ", ".join(name for name in settings if settings[name] != state["settings"].get(name))
+        changed = ", ".join(sorted(name for name in settings | state["settings"] if settings.get(name) != state["settings"].get(name)))
         raise InputError(f"{args.out}: no longer the run that it holds: {changed} changed")
     each, parameters = args.batch_size * args.accumulate * world, sum(p.numel() for p in drafter.parameters())
     inform(f"{len(rows):,} conversations, {each} a step, {args.steps:,} steps, {args.steps * each / len(rows):.1f} epochs; a drafter of "
            f"{parameters / 1e6:.2f}M parameters, blocks of {c.block_size}, taps {list(c.target_layer_ids)}, mask id {c.mask_token_id}")
-    inform(f"{args.optimizer} at lr {args.lr:g}, loss {args.loss}, gamma {args.gamma:g}, about {needed / 1e9:.1f} GB on {target.device.type}; {args.out}")
-    return target, drafter, tokenizer, rows, eval_prompts(args.eval_prompts, args.eval_each, target, tokenizer), settings
+    loss = f"{args.loss}, gamma {args.gamma:g}" if args.loss == "decay" else args.loss
+    inform(f"{args.optimizer} at lr {args.lr:g}, loss {loss}, about {needed / 1e9:.1f} GB on {target.device.type}; {args.out}")
+    return target, drafter, tokenizer, rows, prompts, settings
 
 
 def run(args, state=None):
@@ -184,7 +204,6 @@ def run(args, state=None):
     optimisers, step = make_optimisers(drafter, args.optimizer, args.lr), 0
     if state:
         step = state["step"]
-        drafter.load_state_dict(state["drafter"])
         for optimiser, saved in zip(optimisers, state["optimisers"]):
             optimiser.load_state_dict(saved)
     elif rank == 0:
@@ -193,46 +212,55 @@ def run(args, state=None):
         versions = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.platform(), "device": str(target.device)}
         write_aside(args.out / "run.json", json.dumps({"command": shlex.join(sys.argv), "versions": versions, "settings": settings}, indent=1) + "\n")
         save_state(args.out / "state.pt", step, drafter, optimisers, settings)      # from here on, whatever happens, --resume goes on
-    log, taus = open_log(args.out, step) if rank == 0 else None, {}
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: os._exit(130) if stopping else stopping.append(number))       # the second time at once
+
+    def due(step):
+        return step % args.eval_every == 0 or step == args.steps
+
+    def measure(record):
+        """Put the real tau into a record, unless a signal comes meanwhile: then it would be of some prompts only."""
+        taus = real_tau(target, drafter, prompts, tokenizer.size, stop=stopping)
+        if not stopping:
+            record["tau"] = taus
+            tqdm.write(f"step {record['step']}: loss {record['loss']:.3f}, simulated tau {record['simulated_tau']:.2f}, real tau {taus}", file=sys.stderr)
+
+    record = {}
+    if rank == 0:
+        records = [r for r in read_log(args.out / "log.jsonl") if r["step"] <= step]      # a killed run may have logged later ones than its state has
+        record = records[-1] if records else {}
+        if record and due(step) and "tau" not in record:   # a signal came in the middle of this measurement
+            measure(record)
+        log = open_log(args.out / "log.jsonl", records)
     with tqdm(total=args.steps, initial=step, unit="step", mininterval=2, disable=rank > 0) as bar:
         for record in fit(target, drafter, optimisers, rows, args, step):
             step = record["step"]
-            said = f"loss {record['loss']:.3f}, simulated tau {record['simulated_tau']:.2f}"
-            bar.set_postfix_str(f"{said}, {record['tokens'] / record['seconds']:,.0f} tokens/s", refresh=False)
+            bar.set_postfix_str(f"loss {record['loss']:.3f}, simulated tau {record['simulated_tau']:.2f}, "
+                                f"{record['tokens'] / record['seconds']:,.0f} tokens/s", refresh=False)
             bar.update()
             stop = total(torch.tensor(float(bool(stopping)), device=target.device)).item() > 0               # all ranks together
             if rank == 0:
-                if not stop and (step % args.eval_every == 0 or step == args.steps):
-                    taus = real_tau(target, drafter, tokenizer, prompts, stop=stopping)
-                    if not stopping:                       # else it is of some prompts only
-                        record["tau"] = taus
-                        tqdm.write(f"step {step}: {said}, real tau {taus}", file=sys.stderr)
+                if due(step) and not stop:
+                    measure(record)
                 log.write(json.dumps(record) + "\n")
                 log.flush()
-                if stop or stopping or step % args.eval_every == 0 or step == args.steps:
+                if due(step) or stop or stopping:
                     save_state(args.out / "state.pt", step, drafter, optimisers, settings)
                     drafter.save(args.out)
             if stop:
                 break
     if rank == 0:
         draw_log(args.out)
-        if step < args.steps or stopping:
-            say(f"stopped after step {step} of {args.steps}; python train.py --resume {shlex.quote(str(args.out))} goes on")
-        else:
-            target_option = "" if args.target == str(TINY / "target") else f"--target {shlex.quote(args.target)} "
-            say(f"{args.out}: drafter, log.jsonl and figure.png; try python speculate.py {target_option}--draft {shlex.quote(str(args.out))} --prompt ...")
-            compare_with_shipped(args, target, tokenizer, prompts, taus)
+        ended, out = step == args.steps and not stopping, shlex.quote(str(args.out))
+        if not ended:
+            say(f"stopped after step {step} of {args.steps}; python train.py --resume {out} goes on")
+        target_option = "" if args.target == str(TINY / "target") else f"--target {shlex.quote(args.target)} "
+        say(f"{args.out}: the drafter so far, log.jsonl and figure.png; try python speculate.py {target_option}--draft {out} --prompt ...")
+        if ended and not target_option and record.get("tau") and (TINY / "drafter" / "config.json").exists():
+            shipped = real_tau(target, Drafter.load(TINY / "drafter"), prompts, tokenizer.size, stop=stopping)
+            for task, tau in record["tau"].items() if not stopping else ():
+                say(f"tau on held-out prompts, {task}: {tau:.2f}, the shipped drafter's {shipped[task]:.2f} ({tau / shipped[task]:.0%})")
     return step == args.steps and not stopping
-
-
-def compare_with_shipped(args, target, tokenizer, prompts, ours):
-    """For the embedded target: the real tau of this drafter beside that of the one in tiny/, on the same prompts."""
-    if ours and args.target == str(TINY / "target") and (TINY / "drafter" / "config.json").exists():
-        shipped = real_tau(target, Drafter.load(TINY / "drafter"), tokenizer, prompts)
-        for task, tau in ours.items():
-            say(f"tau on held-out prompts, {task}: {tau:.2f}, the shipped drafter's {shipped[task]:.2f} ({tau / shipped[task]:.0%})")
 
 
 def inform(text):
@@ -246,20 +274,21 @@ def inform(text):
 
 def draw_log(directory):
     """figure.png: loss, tau and accuracy by slot, from log.jsonl."""
-    from matplotlib.figure import Figure
+    import matplotlib.figure
     records = read_log(directory / "log.jsonl")
     if not records:
         return
-    figure = Figure(figsize=(13, 4), layout="constrained")
+    matplotlib.rcParams["text.parse_math"] = False         # a task's name may hold a $
+    figure = matplotlib.figure.Figure(figsize=(13, 4), layout="constrained")
     loss, tau, slots = figure.subplots(1, 3)
     steps = [r["step"] for r in records]
     loss.plot(steps, [r["loss"] for r in records], lw=0.8)
     loss.set(title="loss", xlabel="step", yscale="log")
-    tau.plot(steps, [r["simulated_tau"] for r in records], lw=0.8, color="0.7", label="simulated")
+    tau.plot(steps, [r["simulated_tau"] for r in records], lw=0.8, color="0.7", label="simulated, in training")
     measured = [r for r in records if r.get("tau")]
     for task in measured[-1]["tau"] if measured else ():
-        tau.plot([r["step"] for r in measured if task in r["tau"]], [r["tau"][task] for r in measured if task in r["tau"]], "o-", label=task.replace("$", "\\$"))
-    tau.set(title="tau: by the real loop on held-out prompts", xlabel="step")
+        tau.plot([r["step"] for r in measured if task in r["tau"]], [r["tau"][task] for r in measured if task in r["tau"]], "o-", label=f"real loop, {task}")
+    tau.set(title="tau: in training, and by the real loop on held-out prompts", xlabel="step")
     tau.legend()
     for share in (0.25, 0.5, 1.0):
         r = records[max(0, round(share * len(records)) - 1)]
@@ -304,12 +333,13 @@ def draw_mask(path, anchors=(2, 4, 9), S=12, B=4):
 
 # What stands where the user says nothing: the paper's numbers, and for the embedded target those that won on it (python -m paper.ablations).
 PAPER = {"layers": 5, "anchors": 512, "max_length": 3072, "loss": "decay", "optimizer": "adamw", "epochs": 6, "batch_size": 2, "accumulate": 16, "eval_every": 200}
-EMBEDDED = PAPER | {"layers": 3, "anchors": 24, "loss": "dpace", "optimizer": "muon", "steps": 420, "batch_size": 32, "accumulate": 1, "eval_every": 140}
+EMBEDDED = PAPER | {"layers": 3, "anchors": 24, "loss": "dpace", "optimizer": "muon", "epochs": None, "steps": 420, "batch_size": 32, "accumulate": 1,
+                    "eval_every": 140}
 LR = {"adamw": 6e-4, "muon": 0.03}
 
 
 def parse_args(argv=None):
-    parser = Parser(description="Train a drafter on a target's own responses. Without arguments: one for the embedded target, in some twelve minutes on two cores.")
+    parser = Parser(description="Train a drafter on a target's own responses. Without arguments: one for the embedded target, in eleven minutes on two cores.")
     model = parser.add_argument_group("model")
     model.add_argument("--target", help="checkpoint directory or hub id (default: the embedded target)")
     model.add_argument("--init", help="start from this drafter, a directory or hub id")
@@ -321,8 +351,9 @@ def parse_args(argv=None):
     group.add_argument("--data", type=Path, help="responses that data.py wrote (default, for the embedded target alone: made now, from tiny/train.jsonl)")
     group.add_argument("--max-length", type=int, help="tokens of a conversation, longer ones are cut (default: 3072)")
     group.add_argument("--anchors", type=int, help="blocks of a sequence in a step (default: 512; for the embedded target 24)")
-    group.add_argument("--eval-prompts", type=Path, default=TINY / "heldout.jsonl", help="prompts for the real tau (default: tiny/heldout.jsonl)")
-    group.add_argument("--eval-each", type=int, default=8, help="how many of each task (default: 8)")
+    group.add_argument("--eval-prompts", type=Path, help="a file of prompts for the real tau (default: those of the last rows of --data, which are then not "
+                       "trained on; for the embedded target tiny/heldout.jsonl)")
+    group.add_argument("--eval-each", type=int, default=8, help="how many of each task, or of the last rows (default: 8)")
     loss = parser.add_argument_group("loss")
     loss.add_argument("--loss", choices=["decay", "uniform", "dpace"], help="default: decay; for the embedded target dpace")
     loss.add_argument("--gamma", type=float, help="of decay (default: 7, 5, 4 for block sizes 16, 10, 8, else half the block)")
@@ -354,11 +385,14 @@ def fill_in(args):
         raise InputError("--target needs --data: its own responses, which data.py regenerate makes")
     if args.steps and args.epochs:
         raise InputError("--steps and --epochs: one of the two")
-    defaults = (EMBEDDED if args.target is None else PAPER) | ({"steps": None} if args.epochs else {})
+    defaults = EMBEDDED | {"eval_prompts": TINY / "heldout.jsonl"} if args.target is None else PAPER
     for name, value in defaults.items():
-        if getattr(args, name) is None and not (args.init and name == "layers"):
+        said = args.epochs or args.steps if name in ("epochs", "steps") else args.init if name == "layers" else None
+        if getattr(args, name) is None and said is None:
             setattr(args, name, value)
-    args.target = args.target or str(TINY / "target")
+    if args.gamma is not None and args.loss != "decay":
+        raise InputError(f"--gamma is of --loss decay, and changes nothing with {args.loss}")
+    args.target = str(TINY / "target") if args.target is None else args.target
     args.lr = LR[args.optimizer] if args.lr is None else args.lr
     args.out = args.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
     least = {"layers": 1, "block_size": 2, "max_length": 2, "anchors": 1, "eval_each": 0, "epochs": 1, "steps": 1, "batch_size": 1, "accumulate": 1,
@@ -371,16 +405,16 @@ def fill_in(args):
     return args
 
 
-def own_responses():
-    """The embedded target's answers to tiny/train.jsonl: made once for these very weights, kept in runs/."""
+def own_responses(device="cpu"):
+    """The embedded target's answers to tiny/train.jsonl: made once for these very weights, kept in runs/. `device`: where ranks wait for each other."""
     weights = hashlib.sha256((TINY / "target" / "model.safetensors").read_bytes()).hexdigest()
     path = Path("runs", f"tiny-responses-{weights[:8]}.jsonl")
     if ranks()[0] == 0:
         path.parent.mkdir(exist_ok=True)
-        say(f"{path}: the target's own responses, a few minutes the first time")
+        say(f"{path}: the target's own responses, which are made once, in two or three minutes")
         if data.main(["regenerate", "--prompts", str(TINY / "train.jsonl"), "--out", str(path), "--batch-size", "256", "--max-new-tokens", "320"]):
             raise KeyboardInterrupt
-    total(torch.zeros(1))                                  # the other ranks wait here
+    total(torch.zeros(1, device=device))                   # the other ranks wait here
     return path
 
 
@@ -389,6 +423,7 @@ def start(argv=None):
     args, state = parse_args(argv), None
     if args.show_mask:
         draw_mask(args.show_mask)
+        say(f"{args.show_mask} is written")
         return 0
     if args.resume:
         state = load_state(args.resume)
@@ -400,8 +435,10 @@ def start(argv=None):
     if ranks()[1] > 1:
         cuda = torch.cuda.is_available() and args.device != "cpu"
         dist.init_process_group("nccl" if cuda else "gloo")
-        args.device = f"cuda:{os.environ['LOCAL_RANK']}" if cuda else args.device
-    args.data = args.data or own_responses()
+        if cuda:
+            args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(args.device)
+    args.data = args.data or own_responses(args.device or "cpu")
     ended = run(args, state)
     if ranks()[1] > 1:
         dist.destroy_process_group()                       # else its threads may end the process by an abort

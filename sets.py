@@ -85,7 +85,8 @@ def read_prompts(path):
                 raise ValueError("a prompt or turn that is no text, or an empty one")
         except ValueError as error:
             raise InputError(f"{path}, line {number}: {error}")
-        sets.setdefault(str(given.get("task", Path(path).stem)), []).append((number, history, texts))
+        task = str(given.get("task", Path(path).stem)).encode("utf-8", "replace").decode()        # JSON can hold halves of characters
+        sets.setdefault(task, []).append((number, history, texts))
     return sets
 
 

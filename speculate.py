@@ -320,9 +320,6 @@ def main(argv=None):
     args = parse_args(argv)
     if None in (sys.stdin, sys.stdout):
         raise InputError("stdin or stdout is closed")
-    for file in (sys.stdin, sys.stdout):       # odd bytes in a pipe, or a terminal that knows ASCII alone, are no reason to stop
-        if hasattr(file, "reconfigure"):
-            file.reconfigure(errors="replace")
     target, drafter, tokenizer = load(args.target, args.draft, args.device, args.dtype and getattr(torch, args.dtype))
     sampling = check_options(args, drafter, tokenizer)
     if target.device.type == "cpu" and target.config.hidden_size * target.config.num_hidden_layers < 4096:
@@ -340,8 +337,9 @@ def main(argv=None):
         room = target.config.max_position_embeddings - len(ids)
         budget = max(1, min(2048, room)) if args.max_new_tokens is None else args.max_new_tokens
         check_room(target, len(ids), budget)
-        if drafter and len(ids) > (drafter.config.training_length or len(ids)):
-            say(f"warning: a prompt of {len(ids)} tokens, but this drafter learnt from conversations of at most {drafter.config.training_length}: expect a lower tau")
+        longest = drafter.config.training_length if drafter else None
+        if longest and len(ids) > longest:
+            say(f"warning: a prompt of {len(ids)} tokens, but this drafter learnt from conversations of at most {longest}: expect a lower tau")
 
         def cycles(drafter, budget=budget):
             return generate(target, drafter, ids, budget, target.stop_ids, sampling, args.block_size, generator, tokenizer.size)
@@ -357,7 +355,7 @@ def main(argv=None):
             say(f"plain: {plain.tokens} tokens, {1000 * plain.seconds_per_token:.2f} ms a token")
             if any(c.drafted for c in stats.cycles):
                 say(f"speed-up: {plain.seconds_per_token / stats.seconds_per_token:.2f}x")
-            say("identical: " + (first_difference(target, tokenizer, ids, plain.output, stats.output) if sampling.temperature == 0 else
+            say("identical: " + (identical(target, tokenizer, ids, plain.output, stats.output) if sampling.temperature == 0 else
                                  "not compared above temperature 0, where the distribution is the same and the draws are not"))
         return reply
 
@@ -428,14 +426,22 @@ def report(stats):
 
 
 @torch.inference_mode()
-def first_difference(target, tokenizer, prompt, plain, fast):
-    """ "yes", or where two greedy outputs part, and by how little the two best logits differ there."""
+def first_difference(target, prompt, plain, fast, vocab):
+    """Where two greedy outputs part -> the place, and the two best logits there; None where they are the same."""
     if plain == fast:
-        return "yes"
+        return None
     i = next((i for i, (a, b) in enumerate(zip(plain, fast)) if a != b), min(len(plain), len(fast)))
+    logits, _ = target(torch.tensor([prompt + plain[:i]], device=target.device), last_only=True, vocab=vocab)
+    return i, *logits[0, -1].float().topk(2).values.tolist()
+
+
+def identical(target, tokenizer, prompt, plain, fast):
+    """ "yes", or where two greedy outputs part, and by how little the two best logits differ there."""
+    difference = first_difference(target, prompt, plain, fast, tokenizer.size)
+    if difference is None:
+        return "yes"
+    i, best, second = difference
     a, b = (repr(tokenizer.decode(ids[i:i + 1], skip_special=False)) if i < len(ids) else "the end" for ids in (plain, fast))
-    logits, _ = target(torch.tensor([prompt + plain[:i]], device=target.device), last_only=True, vocab=tokenizer.size)
-    best, second = logits[0, -1].float().topk(2).values.tolist()
     return f"no; token {i + 1} is {a} plainly, {b} speculatively, where the two best logits are {best:.6g} and {second:.6g}, {best - second:.2g} apart"
 
 

@@ -1,6 +1,6 @@
 """Train a drafter for a frozen target on the target's own responses (DFlash, arXiv 2602.06036, section 4).
 
-    python train.py                                                  the embedded target, about ten minutes on a laptop
+    python train.py                                                  the embedded target, eleven minutes on two cores
     python train.py --target ID --data responses.jsonl --out DIR     responses come from data.py; the paper's recipe
     torchrun --nproc_per_node=N train.py ...                         on several GPUs
 
@@ -115,19 +115,19 @@ def default_gamma(B):
     return {16: 7.0, 10: 5.0, 8: 4.0}.get(B, max(1.0, B / 2))
 
 
-def slot_weights(kind, gamma, label_probs):
-    """Weights of slots 1 .. g, from the probability each gives its label: label_probs (..., g) -> (..., g), no gradient.
+def slot_weights(kind, gamma, label_probs, valid):
+    """Weights of slots 1 .. g, from the probability each gives its label: label_probs, valid (..., g) -> (..., g), no gradient.
 
-    uniform: 1. decay: exp(-(k - 1) / gamma) (paper, section 4). dpace: the gain in expected accepted length (D-PACE, arXiv 2605.18810): with
-    probabilities smoothed halfway to 1, w_j = sum over m >= j of the product over i <= m.
+    uniform: 1. decay: exp(-(k - 1) / gamma) (paper, section 4). dpace: the gain in expected accepted length (D-PACE, arXiv 2605.18810): with the
+    probabilities q smoothed halfway to 1, w_j = sum over m >= j of the product of q_i over i <= m, which is the chance that slot m is reached and right.
     """
     if kind == "uniform":
         return torch.ones_like(label_probs)
     if kind == "decay":
         slots = torch.arange(label_probs.shape[-1], device=label_probs.device)
         return torch.exp(-slots / gamma).expand_as(label_probs)
-    reached = (0.5 + 0.5 * label_probs.detach()).cumprod(-1)
-    return reached.flip(-1).cumsum(-1).flip(-1)
+    right = (valid * (0.5 + 0.5 * label_probs.detach())).cumprod(-1)           # no slot behind the response's end is ever right
+    return right.flip(-1).cumsum(-1).flip(-1)
 
 
 def label_losses(hidden, head_weight, labels, chunk=None):
@@ -144,8 +144,6 @@ def label_losses(hidden, head_weight, labels, chunk=None):
         return F.cross_entropy(logits, wanted, reduction="none"), logits.detach().argmax(-1) == wanted
 
     pieces = [checkpoint(piece, rows, wanted, use_reentrant=False) for rows, wanted in zip(hidden.split(chunk), labels.split(chunk))]
-    if not pieces:
-        return hidden.sum(-1), torch.zeros(0, dtype=torch.bool, device=hidden.device)
     return torch.cat([loss for loss, _ in pieces]), torch.cat([hit for _, hit in pieces])
 
 
@@ -164,8 +162,8 @@ def block_loss(target, drafter, batch, kind, gamma, forward=None):
         hidden = (forward or drafter)(blocks, features, batch.positions, visible(batch.anchors, S, B))
         slots = hidden.unflatten(1, (-1, B))[:, :, 1:]                         # (batch, N, g, H)
         losses, hits = label_losses(slots[valid], target.head_weight, batch.labels[valid])
-    label_probs = torch.ones(valid.shape, device=device).masked_scatter(valid, (-losses.detach()).exp())
-    weights = slot_weights(kind, gamma, label_probs)[valid]
+    label_probs = torch.zeros(valid.shape, device=device).masked_scatter(valid, (-losses.detach()).exp())
+    weights = slot_weights(kind, gamma, label_probs, valid)[valid]
     return (weights * losses).sum(), weights.sum(), torch.zeros_like(valid).masked_scatter(valid, hits)
 
 
@@ -290,16 +288,16 @@ def fit(target, drafter, optimisers, rows, options, first=0):
                                              "seconds": time.perf_counter() - began}
 
 
-def real_tau(target, drafter, tokenizer, prompts, max_new_tokens=256, stop=()):
-    """tau by the real loop, greedy, of prompts [(task, messages)]: the mean over responses of each task -> {task: tau}. The truth: its anchors sit right
+def real_tau(target, drafter, prompts, vocab, max_new_tokens=256, stop=()):
+    """tau by the real loop, greedy, of prompts [(task, ids)]: the mean over responses of each task -> {task: tau}. The truth: its anchors sit right
     behind rejections.
 
     It is measured on a copy in the dtype that is served. Once `stop` holds anything, it ends early, with what there is.
     """
     served, taus = copy.deepcopy(drafter).to(target.dtype).eval(), {}
-    for task, messages in tqdm(prompts, desc="tau", unit="prompt", leave=False, mininterval=1, disable=len(prompts) < 2):
-        ids, stats = tokenizer.chat(messages), Stats()
-        for cycle in generate(target, served, ids, max_new_tokens, target.stop_ids, vocab=tokenizer.size):
+    for task, ids in tqdm(prompts, desc="tau", unit="prompt", leave=False, mininterval=1, disable=len(prompts) < 2):
+        stats = Stats()
+        for cycle in generate(target, served, ids, max_new_tokens, target.stop_ids, vocab=vocab):
             stats.add(cycle)
             if stop:
                 break

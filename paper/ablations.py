@@ -160,6 +160,7 @@ class Lab:
         self.args, self.base, self.stopping, self.used, self.made = args, BASE | {"anchors": args.anchors}, stopping, set(), 0
         self.target, _, self.tokenizer = load(None, None, "cpu")
         self.rows = data.rows(args.data, self.target.config.vocab_size, run.PAPER["max_length"], self.target.name)
+        run.eval_prompts(args, self.target, self.tokenizer, self.rows)         # refuses prompts that do not fit
         self.prompts = [(task, prompt) for task, prompts in read_prompts(args.eval_prompts).items() for prompt in prompts[:args.eval_each]]
         self.shared = {"steps": args.steps, "batch_size": args.batch_size, "data_sha256": sha256(args.data.read_bytes()), "torch": torch.__version__,
                        "target_sha256": sha256((TINY / "target" / "model.safetensors").read_bytes()), "prompts_sha256": sha256(repr(self.prompts).encode())}
@@ -174,7 +175,7 @@ class Lab:
         path = self.args.out / f"{name}-seed-{seed}-{sha256(json.dumps(settings, sort_keys=True).encode())[:12]}.json"
         self.used.add(path)
         found = read_json(path) if path.exists() else {}
-        if found.get("settings") != settings:
+        if found.get("settings") != settings or not {"curve", "scores"} <= found.keys():
             with circumstances(self.target, settings):
                 drafter, curve = self.train(settings, f"{name}, seed {seed}")
                 run.write_aside(path, json.dumps({"settings": settings, "curve": curve, "scores": self.measure(drafter, settings)}) + "\n")

@@ -61,9 +61,11 @@ def request_body(messages, args):
 def read_answer(answer, retries):
     """A chat completion -> Answer. One of FAULTS where it is in another form."""
     choice, tokens = answer["choices"][0], answer["usage"]["completion_tokens"]
-    if type(tokens) is not int or tokens < 0 or choice.get("finish_reason") == "abort":
+    if type(tokens) is not int or not 0 <= tokens < 2**31 or choice.get("finish_reason") == "abort":
         raise ValueError(f"{tokens!r} tokens, ended by {choice.get('finish_reason')!r}")
     verifications = (choice.get("meta_info") or {}).get("spec_verify_ct") or 0
+    if not 0 <= verifications < 2**31:
+        raise ValueError(f"{verifications!r} verifications")
     return Answer(tokens, int(verifications), retries)
 
 
@@ -96,7 +98,7 @@ def counters(url):
     with contextlib.suppress(*FAULTS):
         text = get(url.removesuffix("/v1") + "/metrics").decode("utf-8", "replace")
     names = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"
-    return [sum(map(float, re.findall(rf"^{name}(?:{{.*}})? ([0-9.eE+-]+)", text, re.M))) for name in names]
+    return [sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\d+(?:\.\d*)?(?:[eE][+-]?\d\d?)?)$", text, re.M))) for name in names]
 
 
 def send(url, bodies, concurrency, title):

@@ -239,10 +239,10 @@ def test_tau_is_that_of_train_and_other_blocks_are_tried(files, monkeypatch):
     monkeypatch.setattr(ablations, "BUDGET", 50)
     lab = ablations.Lab(ablations.parse_args(["depth", *map(str, files)]))
     target, drafter, tokenizer = load()
-    prompts = [(task, [user(texts[0])]) for task, (_, _, texts) in lab.prompts]
+    prompts = [(task, tokenizer.chat([user(texts[0])])) for task, (_, _, texts) in lab.prompts]
     scores = lab.measure(drafter, lab.base)
     assert set(scores) == {"4", "8", "16"}
-    assert {task: round(numbers["tau"], 3) for task, numbers in scores["16"].items()} == train.real_tau(target, drafter, tokenizer, prompts, 50)
+    assert {task: round(numbers["tau"], 3) for task, numbers in scores["16"].items()} == train.real_tau(target, drafter, prompts, tokenizer.size, 50)
     assert scores["4"]["arithmetic"]["tau"] < scores["16"]["arithmetic"]["tau"] and scores["16"]["arithmetic"]["plain_ms_a_token"] > 0
     assert set(lab.measure(drafter, lab.base | {"layers": 1})) == {"16"}
 

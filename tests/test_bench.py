@@ -22,7 +22,7 @@ import toys
 from checkpoint import InputError
 from fakes import LOOP_V, chi_square_p, small_drafter, small_target
 from sets import read_prompts, read_set
-from speculate import TINY, Cycle, Stats, commit
+from speculate import TINY, Cycle, Stats, commit, first_difference
 
 ROOT = Path(bench.__file__).resolve().parent
 SHARED = ROOT.parent / "shared"
@@ -105,12 +105,12 @@ def test_averages_are_geometric_and_arithmetic():
     assert sum(count for *_, count in entry["by_length"]) == 6
 
 
-def test_gap():
+def test_first_difference():
     """Where two outputs part, the two best logits of the target."""
     target, ids, plain = small_target(50), [4, 7, 9], [11, 12, 13, 14]
-    assert bench.gap(target, 50, ids, plain, plain) is None
+    assert first_difference(target, ids, plain, plain, 50) is None
     best = target(torch.tensor([ids + plain[:2]]))[0][0, -1].topk(2).values
-    assert bench.gap(target, 50, ids, plain, [11, 12, 40]) == pytest.approx((best[0] - best[1]).item(), abs=1e-4)
+    assert first_difference(target, ids, plain, [11, 12, 40], 50) == (2, pytest.approx(best[0].item(), abs=1e-4), pytest.approx(best[1].item(), abs=1e-4))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -366,6 +366,19 @@ def test_the_first_answer_is_in_the_second_prompt(toy, capsys, tmp_path, monkeyp
 
 
 @needs_pair
+def test_what_does_not_fit(toy, capsys, tmp_path):
+    """A first turn is refused and leaves no FILE.part in the way of the mended command; a later turn is left out, and that is said."""
+    long, later = tmp_path / "long.jsonl", tmp_path / "later.jsonl"
+    long.write_text(json.dumps({"prompt": "word " * 60000}) + "\n")
+    later.write_text(json.dumps({"turns": ["a", "word " * 60000, "b"], "task": "$x$"}) + "\n")
+    args = ["--target", toy / "TARGET", "--draft", toy / "DRAFT", "--device", "cpu", "--max-new-tokens", 12, "--json", tmp_path / "out.json"]
+    with pytest.raises(InputError, match="max_position_embeddings"):
+        bench.main([str(arg) for arg in (*args, "--prompts", long)])
+    code, out, err = bench_main(capsys, *args, "--prompts", later, "--figures", tmp_path / "figures")
+    assert code == 0 and "prompt 1: from turn 2 on it does not fit" in err and len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 1
+    assert (tmp_path / "figures" / "speedups.png").exists()
+
+
 def test_same_seed_same_taus(capsys):
     """To the last digit, at T = 0 and above. Another seed draws otherwise."""
     runs = []

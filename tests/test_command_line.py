@@ -21,7 +21,7 @@ import speculate
 import toys
 from checkpoint import InputError
 from fakes import PROMPT, Oracle, errors, plain, tokens_of
-from speculate import Cycle, Stats, first_difference, generate, load, stream
+from speculate import Cycle, Stats, generate, identical, load, stream
 from target import Target
 from tokenizer import Tokenizer
 
@@ -219,6 +219,14 @@ def test_the_embedded_pair_says_what_it_knows(toy_dirs, capsys):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send")
+@pytest.mark.parametrize("closed", ["", "2>&-", ">&-"])
+def test_streams_that_are_odd_or_closed(tmp_path, closed):
+    """Text that a terminal cannot show is no reason to lose an answer; what is said never lands in a stdout whose stderr is closed."""
+    code = "import sys; from checkpoint import command_line; command_line(lambda: print('said', file=sys.stderr) or print('\\u2013 \\ud800') if sys.stdout else 0)"
+    done = subprocess.run(f'{sys.executable} -c "{code}" {closed}', shell=True, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and done.stdout == ("" if closed == ">&-" else "? ?\n") and "Traceback" not in done.stderr, done.stderr
+
+
 def test_ctrl_c_while_torch_is_imported(tmp_path):
     """No traceback out of the middle of somebody's module. (A torch that takes its time stands in the real one's place.)"""
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
@@ -260,13 +268,13 @@ def test_a_difference_is_reported(toy_dirs):
     target, _, tokenizer = load(str(toy_dirs / "TARGET"))
     ids = tokenizer.chat([{"role": "user", "content": "hello"}])
     text = plain(target, ids, 20)
-    assert first_difference(target, tokenizer, ids, text, text) == "yes"
+    assert identical(target, tokenizer, ids, text, text) == "yes"
     best, second = target(torch.tensor([ids + text[:7]]))[0][0, -1].topk(2).values.tolist()
     names = [repr(tokenizer.decode([id], skip_special=False)) for id in (text[7], toys.SPECIAL_IDS["<|im_end|>"])]
-    line = first_difference(target, tokenizer, ids, text, text[:7] + [toys.SPECIAL_IDS["<|im_end|>"]] + text[8:])
+    line = identical(target, tokenizer, ids, text, text[:7] + [toys.SPECIAL_IDS["<|im_end|>"]] + text[8:])
     assert line.startswith("no; token 8 is") and line.index(names[0]) < line.index(names[1])
     assert [float(x) for x in re.search(r"(\S+) and (\S+), (\S+) apart", line).groups()] == pytest.approx([best, second, best - second], rel=0.05)
-    assert "the end" in first_difference(target, tokenizer, ids, text, text[:19]) and "the end" in first_difference(target, tokenizer, ids, text[:19], text)
+    assert "the end" in identical(target, tokenizer, ids, text, text[:19]) and "the end" in identical(target, tokenizer, ids, text[:19], text)
 
 
 def test_show(cli, monkeypatch):

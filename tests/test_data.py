@@ -250,7 +250,7 @@ def test_other_settings_are_refused(change, run, tmp_path):
 def test_foreign_files_are_left_alone(content, run, tmp_path):
     write_prompts(tmp_path / "prompts.jsonl", 3)
     (tmp_path / "out.jsonl").write_text(content)
-    with pytest.raises(InputError, match="not a responses file|made with (format|target) None"):
+    with pytest.raises(InputError, match="not a responses file|made with another (format|target), None"):
         run()
     assert (tmp_path / "out.jsonl").read_text() == content
 
@@ -258,6 +258,7 @@ def test_foreign_files_are_left_alone(content, run, tmp_path):
 @pytest.mark.parametrize("options, said", [
     (("--max-new-tokens", 256), "no room for a prompt"), (("--max-new-tokens", 0), "max-new-tokens is 0"), (("--batch-size", 0), "batch-size is 0"),
     (("--limit", -1), "limit is -1"), (("--temperature", -1), "temperature is -1"), (("--temperature", "nan"), "temperature is nan"),
+    (("--temperature", 1e-40), "temperature is 1e-40"),
     (("--dtype", "float16"), "invalid choice: .float16"), (("--device", "nowhere"), "not to be had"), (("--target", "no/where/at all"), "no such directory"),
     (("--model", "m"), "need each other"), (("--base-url", "http://x"), "need each other"), (("--base-url", "x", "--model", "m"), "something like http"),
     (("--base-url", "http://x", "--model", "m", "--dtype", "float32"), "change nothing"), (("--nonsense",), "unrecognized"),
@@ -407,7 +408,7 @@ def test_server_with_faults(run, small, server, tmp_path, monkeypatch, capsys):
     answers = {tuple(row["prompt_ids"]): row for row in local.values()}
     numbers = {tuple(row["prompt_ids"]): line for line, row in local.items()}
     monkeypatch.setattr(data, "TIMEOUT", 0.5)
-    faults = [(500, "broken"), (429, "busy"), "close", (200, "cut short"), (200, "no json"), (200, "{}"), (200, '{"choices": [[]]}'),
+    faults = [(500, "broken"), (429, "busy"), "close", (200, "cut short"), (200, "[" * 200000), (200, "{}"), (200, '{"choices": [[]]}'),
               (200, '{"choices": [{"text": 3}]}')]
     wait = threading.Event()
 
@@ -442,7 +443,7 @@ def test_server_with_faults(run, small, server, tmp_path, monkeypatch, capsys):
     refused.append("not any more")
     asked = len(server.started.bodies)
     assert run(*options)[1] == local and len(server.started.bodies) == asked + 1        # only what was missing
-    with pytest.raises(InputError, match="made with engine"):
+    with pytest.raises(InputError, match="made with another engine"):
         run()
 
 

@@ -2,6 +2,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,6 +81,33 @@ def test_a_signal_saves_and_leaves(tmp_path, answers, number):
 
 
 @pytest.mark.slow
+def test_a_measurement_that_was_broken_off_is_made_up(tmp_path, answers):
+    """A signal while tau is measured; then the same run goes on, and needs neither the drafter it began with nor anything but its directory and the data."""
+    broken = "def broken(*a, stop, **k):\n    stop.append(2)\n    return {}\nrun.real_tau = broken"
+    start = shutil.copytree(ROOT / "tiny" / "drafter", tmp_path / "start")
+    options = ["--data", answers, "--batch-size", "4", "--anchors", "4", "--steps", "2", "--eval-every", "2", "--eval-each", "1"]
+    stopped = command(*options, "--init", start, "--out", tmp_path / "run", code=broken)
+    assert stopped.returncode == 130 and "stopped after step 2 of 2" in stopped.stderr, stopped.stderr
+    assert "tau" not in run.read_log(tmp_path / "run" / "log.jsonl")[-1]
+    shutil.rmtree(start)
+    again = command("--resume", tmp_path / "run")
+    assert again.returncode == 0 and "tau on held-out prompts, story" in again.stderr, again.stderr
+    assert [r["step"] for r in run.read_log(tmp_path / "run" / "log.jsonl")] == [1, 2]
+    assert set(run.read_log(tmp_path / "run" / "log.jsonl")[-1]["tau"]) == {"arithmetic", "code", "story"}
+
+
+def test_prompts_are_held_out_of_the_data(answers):
+    """Without a file of prompts the last rows are what tau is measured on, and no more trained on: a tenth at most."""
+    rows = run.data.rows(responses(answers, rows=40), 2048, 999)
+    target = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=4096))
+    prompts, left = run.eval_prompts(SimpleNamespace(eval_prompts=None, eval_each=8), target, None, rows)
+    assert prompts == [("held out", row.ids[:9].tolist()) for row in rows[36:]] and left == rows[:36]
+    prompts, left = run.eval_prompts(SimpleNamespace(eval_prompts=None, eval_each=3), target, None, rows)
+    assert len(prompts) == 3 and left == rows[:37]
+    assert run.eval_prompts(SimpleNamespace(eval_prompts=None, eval_each=0), target, None, rows) == ([], rows)
+
+
+@pytest.mark.slow
 def test_fifty_kills_while_saving(tmp_path):
     """A child saves state and drafter over and over; it is killed at a random moment; what lies there loads."""
     from test_train import toy_pair
@@ -126,6 +154,10 @@ BAD = {
     "no such device": (["--device", "tpu"], "device"),
     "init that contradicts": (["--init", "tiny/drafter"], "--init has 3"),
     "init nowhere": (["--init", "./nowhere"], "nowhere"),
+    "block longer than the context": (["--block-size", "4097"], "4096 positions"),
+    "gamma of another loss": (["--gamma", "3"], "changes nothing with dpace"),
+    "no name of a target": (["--target", ""], "name of a model is empty"),
+    "no name of a drafter": (["--init", ""], "no such directory"),
     "unknown option": (["--banana"], "banana"),
     "resume and more": (["--resume", "somewhere"], "stands alone"),
 }
@@ -148,6 +180,7 @@ def test_more_bad_input(tmp_path, answers, monkeypatch):
     refused("nothing to train on", "--data", responses(tmp_path / "none.jsonl", rows=0), "--out", tmp_path / "x")
     refused("responses of", "--data", responses(tmp_path / "other.jsonl", HEADER | {"target": "another/model"}), "--out", tmp_path / "x")
     refused("no state.pt", "--resume", tmp_path)
+    refused("no state.pt", "--resume", tmp_path / "nowhere")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "state.pt").write_bytes(b"PK\x03\x04 not a state")
     refused("not readable", "--resume", tmp_path / "broken")
@@ -195,9 +228,10 @@ def test_a_full_disk(tmp_path, answers):
 def test_init_goes_on_from_a_drafter(tmp_path, answers):
     args = SimpleNamespace(init=str(ROOT / "tiny" / "drafter"), layers=None, taps=None, block_size=None, mask_token_id=None)
     target, _, tokenizer = run.load(None)
-    drafter, shipped = run.new_drafter(target, args, tokenizer), Drafter.load(args.init)
+    drafter, shipped = run.ready(run.new_drafter(target, args, tokenizer), target, 100), Drafter.load(args.init)
     assert all(torch.equal(p, q) for p, q in zip(drafter.parameters(), shipped.parameters()))
     assert all(p.requires_grad and p.dtype == torch.float32 for p in drafter.parameters()) and drafter.training
+    assert drafter.config.training_length == 274           # more than the 100 of now
 
 
 def test_show_mask(tmp_path):

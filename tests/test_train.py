@@ -103,10 +103,13 @@ def test_chunked_loss_and_gradient():
 
 def test_slot_weights_by_hand():
     probs = torch.tensor([[0.0, 1.0, 0.5]])
-    assert train.slot_weights("uniform", None, probs).tolist() == [[1, 1, 1]]
-    assert torch.allclose(train.slot_weights("decay", 2.0, probs), torch.exp(-torch.tensor([[0.0, 0.5, 1.0]])))
+    valid = torch.ones(1, 3, dtype=torch.bool)
+    assert train.slot_weights("uniform", None, probs, valid).tolist() == [[1, 1, 1]]
+    assert torch.allclose(train.slot_weights("decay", 2.0, probs, valid), torch.exp(-torch.tensor([[0.0, 0.5, 1.0]])))
     # smoothed 0.5, 1, 0.75; products 0.5, 0.5, 0.375
-    assert torch.allclose(train.slot_weights("dpace", None, probs), torch.tensor([[1.375, 0.875, 0.375]]))
+    assert torch.allclose(train.slot_weights("dpace", None, probs, valid), torch.tensor([[1.375, 0.875, 0.375]]))
+    valid[0, 2] = False                                     # the response has ended: its last slots count for no one
+    assert train.slot_weights("dpace", None, probs, valid).tolist() == [[1.0, 0.5, 0.0]]
     assert [train.default_gamma(B) for B in (16, 10, 8, 4, 2)] == [7, 5, 4, 2, 1]
 
 

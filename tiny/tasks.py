@@ -342,6 +342,8 @@ def grade_responses(path: str):
     right, distinct = {task: [] for task in TASKS}, []
     for line in Path(path).read_text().splitlines()[1:]:
         row = json.loads(line)
+        if row.get("task") not in TASKS:
+            sys.exit(f"error: {path}: line {row.get('line')} of the prompts has no task of {', '.join(TASKS)}")
         text = tokenizer.decode(row["response_ids"])
         right[row["task"]].append(grade(row["task"], row["prompt"], text))
         if row["task"] == "story":
