@@ -219,7 +219,7 @@ def test_the_embedded_pair_says_what_it_knows(toy_dirs, capsys):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send")
-@pytest.mark.parametrize("closed", ["", "2>&-", ">&-"])
+@pytest.mark.parametrize("closed", ["", *(pytest.param(how, marks=pytest.mark.slow) for how in ("2>&-", ">&-"))])
 def test_streams_that_are_odd_or_closed(tmp_path, closed):
     """Text that a terminal cannot show is no reason to lose an answer; what is said never lands in a stdout whose stderr is closed."""
     code = "import sys; from checkpoint import command_line; command_line(lambda: print('said', file=sys.stderr) or print('\\u2013 \\ud800') if sys.stdout else 0)"
