@@ -1,7 +1,7 @@
 """The paper's ablations on the embedded target: what each choice of the method is worth, ours beside what the paper printed (DFlash, arXiv 2602.06036).
 
     python -m paper.ablations depth                        or taps, block-size, loss, anchors, conditioning, optimizer; several of them, or all
-    python -m paper.ablations all --figures figures        some 35 minutes on two cores; every training is kept in --out, and none is made twice
+    python -m paper.ablations all --figures figures        some 37 minutes on two cores; every training is kept in --out, and none is made twice
 
 Each variant is BASE with one thing changed, trained for the same number of steps by train.py's own functions, from each of three seeds. tau and speed-up
 come from the real loop: the same held-out prompts are decoded plainly and speculatively, in turns, and counted by bench.py. Over tasks tau is averaged
@@ -160,7 +160,7 @@ class Lab:
         self.args, self.base, self.stopping, self.used, self.made = args, BASE | {"anchors": args.anchors}, stopping, set(), 0
         self.target, _, self.tokenizer = load(None, None, "cpu")
         self.rows = data.rows(args.data, self.target.config.vocab_size, run.PAPER["max_length"], self.target.name)
-        run.eval_prompts(args, self.target, self.tokenizer, self.rows)         # refuses prompts that do not fit
+        self.encoded, _ = run.eval_prompts(args, self.target, self.tokenizer, self.rows)       # which refuses prompts that do not fit
         self.prompts = [(task, prompt) for task, prompts in read_prompts(args.eval_prompts).items() for prompt in prompts[:args.eval_each]]
         self.shared = {"steps": args.steps, "batch_size": args.batch_size, "data_sha256": sha256(args.data.read_bytes()), "torch": torch.__version__,
                        "target_sha256": sha256((TINY / "target" / "model.safetensors").read_bytes()), "prompts_sha256": sha256(repr(self.prompts).encode())}
@@ -199,8 +199,12 @@ class Lab:
         return drafter.eval(), curve
 
     def measure(self, drafter, settings):
-        """tau and speed-up -> {block size decoded with: {task: numbers}}. A drafter with nothing but its block size changed tries the other sizes, too."""
+        """tau and speed-up -> {block size decoded with: {task: numbers}}. A drafter with nothing but its block size changed tries the other sizes, too; one
+        that is there to choose a learning rate has its tau alone measured."""
         own, threads = settings["block_size"], torch.get_num_threads()
+        if settings.get("seed") == RATE_SEED:
+            taus = train.real_tau(self.target, drafter, self.encoded, self.tokenizer.size, BUDGET)
+            return {str(own): {task: {"tau": tau} for task, tau in taus.items()}}
         blocks = BLOCKS if all(settings[key] == self.base[key] for key in self.base if key != "block_size") and own in BLOCKS else (own,)
         methods = {"plain": (None, 1)} | {str(B): (drafter, B) for B in blocks}
         options, rows = argparse.Namespace(thinking=False, max_new_tokens=BUDGET, seed=0), []
@@ -377,7 +381,7 @@ def draw(path, title, curves):
 def parse_args(argv=None):
     parser = Parser(prog="python -m paper.ablations", description="The paper's ablations on the embedded target, beside what the paper printed.")
     parser.add_argument("ablations", nargs="+", choices=[*ABLATIONS, "all"], metavar="ABLATION", help=", ".join(ABLATIONS) + ", or all")
-    parser.add_argument("--steps", type=int, default=220, help="of every training (default: 220)")
+    parser.add_argument("--steps", type=int, default=160, help="of every training (default: 160)")
     parser.add_argument("--batch-size", type=int, default=4, help="conversations a step (default: 4)")
     parser.add_argument("--anchors", type=int, default=12, help="blocks of a conversation (default: 12)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help=f"default: 0 1 2; seed {RATE_SEED} chooses learning rates")
