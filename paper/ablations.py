@@ -1,7 +1,7 @@
 """The paper's ablations on the embedded target: what each choice of the method is worth, ours beside what the paper printed (DFlash, arXiv 2602.06036).
 
     python -m paper.ablations depth                        or taps, block-size, loss, anchors, conditioning, optimizer; several of them, or all
-    python -m paper.ablations all --figures figures        some 37 minutes on two cores; every training is kept in --out, and none is made twice
+    python -m paper.ablations all --figures figures        every training is kept in --out, and none is made twice
 
 Each variant is BASE with one thing changed, trained for the same number of steps by train.py's own functions, from each of three seeds. tau and speed-up
 come from the real loop: the same held-out prompts are decoded plainly and speculatively, in turns, and counted by bench.py. Over tasks tau is averaged
