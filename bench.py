@@ -125,7 +125,7 @@ def summarise(rows, method):
     return result | intervals([row["row"] for row in rows], slow, quick, taus) | {
         "speedup": slow.mean() / quick.mean(), "speedup_end_to_end": slow_whole.mean() / quick_whole.mean(),
         "tau": taus.mean(), "tau_pooled": sum(sum(run["committed"]) for run in fast) / cycles, "by_length": by_length(fast),
-        "cycle_ms": cycle, "draft_ms": draft, "verify_ms": verify, "rest_of_cycle": 1 - (draft + verify) / cycle}
+        "cycle_ms": cycle, "draft_ms": draft, "verify_ms": verify, "rest_of_cycle": 1 - (draft + verify) / cycle, "explained": taus.mean() * slow.mean() / cycle}
 
 
 def intervals(prompts, slow, quick, taus, draws=2000):
@@ -180,8 +180,8 @@ COLUMNS = (("n", "prompts", "{}"), ("responses", "responses", "{}"), ("tokens in
            ("speed-up", "speedup", "{:.2f}x"), ("95 %", "speedup_95", "{0[0]:.2f} to {0[1]:.2f}"), ("end to end", "speedup_end_to_end", "{:.2f}x"),
            ("tau (macro)", "tau", "{:.2f}"), ("95 %", "tau_95", "{0[0]:.2f} to {0[1]:.2f}"), ("tau (pooled)", "tau_pooled", "{:.2f}"),
            ("plain, ms a token", "plain_ms_a_token", "{:.2f}"), ("ms a token", "ms_a_token", "{:.2f}"), ("draft, ms", "draft_ms", "{:.2f}"),
-           ("verify, ms", "verify_ms", "{:.2f}"), ("rest of a cycle", "rest_of_cycle", "{:.1%}"), ("identical", "identical", "{}"),
-           ("largest gap", "largest_gap", "{:.2g}"))
+           ("verify, ms", "verify_ms", "{:.2f}"), ("rest of a cycle", "rest_of_cycle", "{:.1%}"), ("tau x plain / cycle", "explained", "{:.2f}"),
+           ("identical", "identical", "{}"), ("largest gap", "largest_gap", "{:.2g}"))
 
 
 def show(value, form):
@@ -369,8 +369,8 @@ def describe(target, methods):
     drafters = {drafter.name: drafter for drafter, _ in methods.values() if drafter}
     return {"hardware": hardware, "threads": torch.get_num_threads(), "processes": WORLD, "torch": torch.__version__,
             "dtype": str(target.dtype).removeprefix("torch."), "target": size(target, target.config.num_hidden_layers),
-            "drafters": "; ".join(f"{size(d, d.config.layer.num_hidden_layers)}, block {d.config.block_size}, learnt from up to {d.config.training_length or '?'} tokens"
-                                  for d in drafters.values()) or "none"}
+            "drafters": "; ".join(f"{size(d, d.config.layer.num_hidden_layers)}, block {d.config.block_size}" for d in drafters.values()) or "none",
+            "learnt from conversations of at most": "; ".join(f"{d.config.training_length or '?'} tokens" for d in drafters.values())}
 
 
 def open_part(path, settings, resume):

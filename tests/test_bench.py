@@ -65,6 +65,7 @@ def test_a_trace_counted_by_hand():
     assert c["speedup"] == pytest.approx((7 / 8 + 4 / 5) / (3.6 / 8 + 2.4 / 5))
     assert c["speedup_end_to_end"] == pytest.approx((8 / 8 + 5 / 5) / (5.1 / 8 + 3.9 / 5))
     assert (c["cycle_ms"], c["draft_ms"], c["verify_ms"], c["rest_of_cycle"]) == pytest.approx((1200, 300, 800, 0.1 / 1.2))
+    assert c["explained"] == pytest.approx(c["tau"] * c["plain_ms_a_token"] / 1200)
     # (committed, accepted): (4, 3) (1, 0) (2, 2) (3, 2) (1, 1). Slot 3 of the third and slot 2 of the last were not reached: the response ended there.
     assert c["by_length"] == [(1.0, 4 / 5, 2), (3 / 5, 1.0, 1), (2 / 5, 1 / 2, 1), (None, None, 1)]
 
