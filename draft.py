@@ -138,13 +138,13 @@ class Drafter(nn.Module):
         """Q = N * B rows of N blocks beside each other -> hidden (batch, Q, H), as `propose` would give them one block at a time.
 
         blocks (batch, Q, H), positions (batch, Q), features (batch, S, n * H) of the whole sequence, mask (batch, 1, Q, S + Q) bool: which context
-        keys, then which block keys, each row sees.
+        keys, then which block keys, each row sees. The blocks of one sequence may also come as several rows of the batch, all the same number.
         """
-        context = self.context(features)
+        context, groups = self.context(features), len(blocks) // len(features)
         places = self.rotary(torch.arange(features.shape[1], device=features.device), context.dtype)
         rotary = self.rotary(positions, context.dtype)
         for layer in self.layers:
-            blocks = layer(blocks, rotary, behind(*layer.self_attn.keys_values(context, places)), mask)
+            blocks = layer(blocks, rotary, behind(groups, *layer.self_attn.keys_values(context, places)), mask)
         return self.norm(blocks)
 
     # ---- files
@@ -195,6 +195,7 @@ class Drafter(nn.Module):
             raise InputError(f"{name}: mask_token_id {mine.mask_token_id} is one of the stop ids {sorted(stop_ids)}")
 
 
-def behind(context_k, context_v):
-    """The `past` of a training layer: the rows' own keys and values behind those of the context."""
+def behind(groups, context_k, context_v):
+    """The `past` of a training layer: the rows' own keys and values behind those of the context, which `groups` rows of the batch share."""
+    context_k, context_v = context_k.repeat_interleave(groups, 0), context_v.repeat_interleave(groups, 0)
     return lambda k, v: (torch.cat((context_k, k), 2), torch.cat((context_v, v), 2))

@@ -1,6 +1,6 @@
 """Train a drafter for a frozen target on the target's own responses (DFlash, arXiv 2602.06036, section 4).
 
-    python train.py                                                  the embedded target, eleven minutes on two cores
+    python train.py                                                  the embedded target, twelve minutes on two cores
     python train.py --target ID --data responses.jsonl --out DIR     responses come from data.py; the paper's recipe
     torchrun --nproc_per_node=N train.py ...                         on several GPUs
 
@@ -101,6 +101,12 @@ def visible(anchors, S, B):
     return create_mask(mask_mod, batch, 1, N * B, S + N * B, device=anchors.device)
 
 
+def groups_of_blocks(N, S, B):
+    """Into how many rows of the batch a sequence's blocks are put where the mask is dense: so many that each has about half as many rows as the sequence
+    has tokens. A row of one group need not be compared with the blocks of another, all hidden from it. (FlexAttention skips them by itself.)"""
+    return N // next(n for n in range(max(1, S // 2 // B), 0, -1) if N % n == 0)
+
+
 @functools.cache
 def compiled_block_mask():
     """Uncompiled, create_block_mask makes the dense mask first: gigabytes."""
@@ -157,10 +163,12 @@ def block_loss(target, drafter, batch, kind, gamma, forward=None):
     device, valid, B, S = batch.ids.device, batch.valid, drafter.config.block_size, batch.ids.shape[1]
     with torch.no_grad():
         _, features = target(batch.ids, taps=drafter.config.target_layer_ids, last_only=True)
-        blocks = target.embed(batch.block_ids)
+        rows = len(batch.ids) * (1 if batch.ids.is_cuda else groups_of_blocks(batch.anchors.shape[1], S, B))
+        anchors, block_ids, positions = (x.view(rows, -1) for x in (batch.anchors, batch.block_ids, batch.positions))
+        blocks = target.embed(block_ids)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
-        hidden = (forward or drafter)(blocks, features, batch.positions, visible(batch.anchors, S, B))
-        slots = hidden.unflatten(1, (-1, B))[:, :, 1:]                         # (batch, N, g, H)
+        hidden = (forward or drafter)(blocks, features, positions, visible(anchors, S, B))
+        slots = hidden.view(*batch.anchors.shape, B, -1)[:, :, 1:]             # (batch, N, g, H)
         losses, hits = label_losses(slots[valid], target.head_weight, batch.labels[valid])
     label_probs = torch.zeros(valid.shape, device=device).masked_scatter(valid, (-losses.detach()).exp())
     weights = slot_weights(kind, gamma, label_probs, valid)[valid]

@@ -140,6 +140,25 @@ def test_accumulated_equals_one_batch():
     assert (after[0] - after[1]).abs().max() < 1e-6
 
 
+def test_groups_of_blocks_by_hand():
+    """A group's rows are at most half as many as the sequence's tokens, or one block."""
+    assert [train.groups_of_blocks(*of) for of in ((24, 160, 16), (1, 8, 16), (3, 10, 4), (7, 100, 16), (512, 3072, 16))] == [6, 1, 3, 7, 8]
+
+
+def test_blocks_in_groups_are_the_blocks_of_one_row(monkeypatch):
+    """Loss, metrics and gradients, with a sequence of few anchors and so groups of nothing but padding."""
+    batch, seen = train.make_batch([conversation(30, 4), conversation(17, 4, 1)], [[5, 9, 11, 12, 20, 25], [6]], 6, 4, 49), []
+    for groups in (1, 2, 3, 6):
+        target, drafter = toy_pair()
+        monkeypatch.setattr(train, "groups_of_blocks", lambda *of: groups)
+        loss, weight, correct = train.block_loss(target, drafter, batch, "dpace", None)
+        loss.backward()
+        seen.append((loss.item(), weight.item(), correct, torch.cat([p.grad.flatten() for p in drafter.parameters()])))
+    for loss, weight, correct, gradient in seen[1:]:
+        assert loss == pytest.approx(seen[0][0], rel=1e-5) and weight == pytest.approx(seen[0][1], rel=1e-5)
+        assert torch.equal(correct, seen[0][2]) and torch.allclose(gradient, seen[0][3], atol=1e-5)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_one_conversation_memorised_drafts_whole_blocks_in_the_loop(optimizer):
     """The slot convention of training is that of the loop: a drafter that knows the answer has every draft accepted."""
