@@ -200,7 +200,7 @@ def prepare(args, state):
 
 def run(args, state=None):
     """One whole run: fit, measure, log, save. -> whether it came to its end; Ctrl-C and SIGTERM end it after the step under way."""
-    rank, stopping = ranks()[0], []
+    rank, stopping = ranks()[0], []                        # a signal puts its number there, and so makes it true
     target, drafter, tokenizer, rows, prompts, settings = prepare(args, state)
     optimisers, step = make_optimisers(drafter, args.optimizer, args.lr), 0
     if state:
@@ -275,12 +275,11 @@ def inform(text):
 
 def draw_log(directory):
     """figure.png: loss, tau and accuracy by slot, from log.jsonl."""
-    import matplotlib.figure
+    from matplotlib.figure import Figure
     records = read_log(directory / "log.jsonl")
     if not records:
         return
-    matplotlib.rcParams["text.parse_math"] = False         # a task's name may hold a $
-    figure = matplotlib.figure.Figure(figsize=(13, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4), layout="constrained")
     loss, tau, slots = figure.subplots(1, 3)
     steps = [r["step"] for r in records]
     loss.plot(steps, [r["loss"] for r in records], lw=0.8)
@@ -288,13 +287,14 @@ def draw_log(directory):
     tau.plot(steps, [r["simulated_tau"] for r in records], lw=0.8, color="0.7", label="simulated, in training")
     measured = [r for r in records if r.get("tau")]
     for task in measured[-1]["tau"] if measured else ():
-        tau.plot([r["step"] for r in measured if task in r["tau"]], [r["tau"][task] for r in measured if task in r["tau"]], "o-", label=f"real loop, {task}")
-    tau.set(title="tau: in training, and by the real loop on held-out prompts", xlabel="step")
+        points = [(r["step"], r["tau"][task]) for r in measured if task in r["tau"]]
+        tau.plot(*zip(*points), "o-", label=f"real loop, {task}".replace("$", r"\$"))
+    tau.set(title="tau", xlabel="step")
     tau.legend()
     for share in (0.25, 0.5, 1.0):
         r = records[max(0, round(share * len(records)) - 1)]
         slots.plot(range(1, len(r["accuracy"]) + 1), r["accuracy"], ".-", label=f"step {r['step']}")
-    slots.set(title="share of drafts that are right, by slot", xlabel="slot", ylim=(0, 1))
+    slots.set(title="share of drafts that are right", xlabel="slot", xticks=range(1, len(records[-1]["accuracy"]) + 1, 2), ylim=(0, 1))
     slots.legend()
     save_figure(figure, directory / "figure.png")
 
@@ -364,7 +364,7 @@ def parse_args(argv=None):
     run = parser.add_argument_group("run")
     run.add_argument("--out", type=Path, help="new directory (default: runs/DATE-TIME)")
     run.add_argument("--resume", type=Path, metavar="DIR", help="go on with the run in DIR, with its own options")
-    run.add_argument("--epochs", type=int, help="default: 6")
+    run.add_argument("--epochs", type=int, help="default: 6; for the embedded target steps, in place of them")
     run.add_argument("--steps", type=int, help="in place of epochs (default for the embedded target: 1800)")
     run.add_argument("--batch-size", type=int, help="conversations in a micro-batch, on each rank (default: 2; for the embedded target 8)")
     run.add_argument("--accumulate", type=int, help="micro-batches a step (default: 16; for the embedded target 1)")
@@ -412,7 +412,7 @@ def own_responses(device="cpu"):
     path = Path("runs", f"tiny-responses-{weights[:8]}.jsonl")
     if ranks()[0] == 0:
         path.parent.mkdir(exist_ok=True)
-        say(f"{path}: the target's own responses, which are made once, in two or three minutes")
+        say(f"{path}: the target's own responses, " + ("of an earlier run" if path.exists() else "made once, in two or three minutes"))
         if data.main(["regenerate", "--prompts", str(TINY / "train.jsonl"), "--out", str(path), "--batch-size", "256", "--max-new-tokens", "320"]):
             raise KeyboardInterrupt
     total(torch.zeros(1, device=device))                   # the other ranks wait here

@@ -102,8 +102,10 @@ def visible(anchors, S, B):
 
 
 def groups_of_blocks(N, S, B):
-    """Into how many rows of the batch a sequence's blocks are put where the mask is dense: so many that each has about half as many rows as the sequence
-    has tokens. A row of one group need not be compared with the blocks of another, all hidden from it. (FlexAttention skips them by itself.)"""
+    """Into how many equal groups a sequence's N blocks are split where the mask is dense, each then a row of the batch: as few as leave a group no more
+    rows than half the S tokens, or one block. What is saved: a block's scores against the blocks of other groups, all hidden from it, which FlexAttention
+    skips by itself. An N without divisors in that range (a prime) saves less.
+    """
     return N // next(n for n in range(max(1, S // 2 // B), 0, -1) if N % n == 0)
 
 
@@ -124,8 +126,9 @@ def default_gamma(B):
 def slot_weights(kind, gamma, label_probs, valid):
     """Weights of slots 1 .. g, from the probability each gives its label: label_probs, valid (..., g) -> (..., g), no gradient.
 
-    uniform: 1. decay: exp(-(k - 1) / gamma) (paper, section 4). dpace: the gain in expected accepted length (D-PACE, arXiv 2605.18810): with the
-    probabilities q smoothed halfway to 1, w_j = sum over m >= j of the product of q_i over i <= m, which is the chance that slot m is reached and right.
+    uniform: 1. decay: exp(-(k - 1) / gamma) (paper, section 4). dpace: what slot j is worth in expected accepted length (D-PACE, arXiv 2605.18810).
+    That length is the sum over m of the product of q_i, i <= m, the chance that slot m is reached and right; those terms that hold q_j are its derivative
+    by log q_j: w_j = the sum over m >= j. The q are first smoothed halfway to 1, so that one slot that is still all wrong does not silence those behind it.
     """
     if kind == "uniform":
         return torch.ones_like(label_probs)
@@ -162,13 +165,15 @@ def block_loss(target, drafter, batch, kind, gamma, forward=None):
     """One forward of all blocks -> sum of w * CE (with gradient), sum of w, correct (batch, N, g). `forward`: the drafter, wrapped or compiled."""
     device, valid, B, S = batch.ids.device, batch.valid, drafter.config.block_size, batch.ids.shape[1]
     with torch.no_grad():
-        _, features = target(batch.ids, taps=drafter.config.target_layer_ids, last_only=True)
-        rows = len(batch.ids) * (1 if batch.ids.is_cuda else groups_of_blocks(batch.anchors.shape[1], S, B))
-        anchors, block_ids, positions = (x.view(rows, -1) for x in (batch.anchors, batch.block_ids, batch.positions))
+        _, features = target(batch.ids, taps=drafter.config.target_layer_ids, last_only=True)      # of logits, as few as can be: none is read
+        groups = 1 if batch.ids.is_cuda else groups_of_blocks(batch.anchors.shape[1], S, B)
+        # Blocks do not see each other, so a sequence's N may stand in several rows of the batch: (batch, N) anchors become (batch * groups, N / groups),
+        # (batch, Q) ids and positions (batch * groups, Q / groups). The drafter gives each of them its sequence's features.
+        anchors, block_ids, positions = (x.view(len(batch.ids) * groups, -1) for x in (batch.anchors, batch.block_ids, batch.positions))
         blocks = target.embed(block_ids)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
         hidden = (forward or drafter)(blocks, features, positions, visible(anchors, S, B))
-        slots = hidden.view(*batch.anchors.shape, B, -1)[:, :, 1:]             # (batch, N, g, H)
+        slots = hidden.view(*batch.anchors.shape, B, -1)[:, :, 1:]             # of all groups again: (batch, N, g, H)
         losses, hits = label_losses(slots[valid], target.head_weight, batch.labels[valid])
     label_probs = torch.zeros(valid.shape, device=device).masked_scatter(valid, (-losses.detach()).exp())
     weights = slot_weights(kind, gamma, label_probs, valid)[valid]
@@ -217,7 +222,8 @@ def optimiser_step(drafter, optimisers, total_weight, factor, clip=1.0):
 # The loop
 
 def plan(rows, batch_size, seed, epoch):
-    """The epoch's batches, each a list of row numbers: shuffled, rows of like length together so that little is padded."""
+    """The epoch's batches, each a list of row numbers: shuffled, rows of like length together so that little is padded. A last one that is not full is
+    left out (the next epoch shuffles anew), unless there is no other."""
     order, rng = list(range(len(rows))), random.Random(f"{seed} {epoch}")
     rng.shuffle(order)
     window = 32 * batch_size
@@ -251,7 +257,8 @@ def total(numbers):
 
 def train_step(target, drafter, optimisers, micro_batches, factor, kind, gamma, forward=None):
     """One optimiser step over several micro-batches, on each rank its own -> {loss, simulated_tau, accuracy (g), grad_norm}, over all of them."""
-    sums = 0.0                                             # of all that is counted, in one vector: one all-reduce, and one host sync
+    # All that is counted goes into one vector, for one all-reduce and one host sync: loss, weight, prefixes, blocks, then right and labelled by slot.
+    sums = 0.0
     for i, batch in enumerate(micro_batches, 1):
         alone = forward.no_sync if hasattr(forward, "no_sync") and i < len(micro_batches) else contextlib.nullcontext
         with alone():                                      # DistributedDataParallel adds the ranks' gradients up once, after the last
@@ -260,7 +267,8 @@ def train_step(target, drafter, optimisers, micro_batches, factor, kind, gamma, 
         correct, valid = correct.flatten(0, 1), batch.valid.flatten(0, 1)
         sums = sums + torch.cat((torch.stack((loss.detach(), weight, *correct_prefixes(correct, valid))), correct.sum(0), valid.sum(0))).double()
     loss, weight, prefixes, blocks, *slots = total(sums).tolist()
-    norm = optimiser_step(drafter, optimisers, weight / ranks()[1], factor)    # DistributedDataParallel left the ranks' mean, not their sum
+    # DistributedDataParallel left the ranks' mean of the summed gradients: the sum over ranks, by the weight of all, is that mean by weight / ranks.
+    norm = optimiser_step(drafter, optimisers, weight / ranks()[1], factor)
     g = len(slots) // 2
     return {"loss": loss / max(weight, 1e-9), "simulated_tau": 1 + prefixes / max(blocks, 1), "grad_norm": norm,
             "accuracy": [round(right / max(labelled, 1), 4) for right, labelled in zip(slots[:g], slots[g:])]}
@@ -273,7 +281,7 @@ def fit(target, drafter, optimisers, rows, options, first=0):
     """
     (rank, world), device, forward = ranks(), target.device, drafter
     if world > 1:
-        forward = DistributedDataParallel(drafter)
+        forward = DistributedDataParallel(drafter, gradient_as_bucket_view=True)          # else gradients are held twice
     if options.compile:
         forward = torch.compile(forward)
     # Micro-batches are numbered through the whole run; this rank takes each world-th, from where the last run stopped.

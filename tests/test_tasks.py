@@ -209,3 +209,14 @@ def test_stories_vary_for_one_prompt():
 def test_distinct_sentences():
     assert tasks.distinct_sentences("It rained. It rained. They ran. They hid.") == 0.75
     assert tasks.distinct_sentences("") == 0.0
+
+
+@pytest.mark.parametrize("content", [None, "no JSON\nno JSON\n", '{"format": 1}\n{"line": 7, "task": "poems"}\n', '{"format": 1}\n[]\n'])
+def test_a_file_that_cannot_be_graded_is_refused_in_one_line(content, tmp_path, monkeypatch, capsys):
+    if content:
+        (tmp_path / "responses.jsonl").write_text(content)
+    monkeypatch.setattr(sys, "argv", ["tasks", "grade", str(tmp_path / "responses.jsonl")])
+    with pytest.raises(SystemExit) as left:
+        tasks.main()
+    out, err = capsys.readouterr()
+    assert left.value.code == 2 and not out and err.startswith("error: ") and err.count("\n") == 1

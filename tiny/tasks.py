@@ -17,6 +17,7 @@ A prompt is held out if and only if its SHA-256, read as an integer, is divisibl
 the prompt and on nothing else, so the train and heldout prompts are disjoint by construction.
 """
 
+import argparse
 import hashlib
 import itertools
 import json
@@ -343,7 +344,7 @@ def grade_responses(path: str):
     for line in Path(path).read_text().splitlines()[1:]:
         row = json.loads(line)
         if row.get("task") not in TASKS:
-            sys.exit(f"error: {path}: line {row.get('line')} of the prompts has no task of {', '.join(TASKS)}")
+            raise ValueError(f"line {row.get('line')} of the prompts has no task of {', '.join(TASKS)}")
         text = tokenizer.decode(row["response_ids"])
         right[row["task"]].append(grade(row["task"], row["prompt"], text))
         if row["task"] == "story":
@@ -355,10 +356,26 @@ def grade_responses(path: str):
         print(f"story: sentences distinct, mean {sum(distinct) / len(distinct):.1%}, least {min(distinct):.1%}")
 
 
-if __name__ == "__main__":
-    if len(sys.argv) == 3 and sys.argv[1] == "grade":
-        grade_responses(sys.argv[2])
-    elif len(sys.argv) in (3, 4) and sys.argv[1] in ("train", "heldout"):
-        write_prompts(sys.argv[1], *map(int, sys.argv[2:]))
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tiny.tasks", description="Three small languages: prompts, and the grading of answers.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for split in ("train", "heldout"):
+        prompts = commands.add_parser(split, help=f"print prompts of the {split} split, one JSON object a line")
+        prompts.add_argument("count", type=int)
+        prompts.add_argument("seed", type=int, nargs="?", default=1)
+    commands.add_parser("grade", help="print how many responses of a file are right").add_argument("file", help="what data.py regenerate wrote")
+    args = parser.parse_args()
+    if args.command == "grade":
+        try:
+            grade_responses(args.file)
+        except (OSError, ValueError, KeyError, AttributeError) as error:       # not there, not JSON, not data.py's
+            print(f"error: {args.file}: not a file of responses that can be read ({type(error).__name__}: {error})", file=sys.stderr)
+            sys.exit(2)
+    elif args.count < 0:
+        parser.error(f"{args.count} prompts cannot be printed")
     else:
-        sys.exit("usage: python -m tiny.tasks train|heldout COUNT [SEED], or grade FILE")
+        write_prompts(args.command, args.count, args.seed)
+
+
+if __name__ == "__main__":
+    main()
