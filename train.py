@@ -102,11 +102,13 @@ def visible(anchors, S, B):
 
 
 def groups_of_blocks(N, S, B):
-    """Into how many equal groups a sequence's N blocks are split where the mask is dense, each then a row of the batch: as few as leave a group no more
-    rows than half the S tokens, or one block. What is saved: a block's scores against the blocks of other groups, all hidden from it, which FlexAttention
-    skips by itself. An N without divisors in that range (a prime) saves less.
+    """Into how many equal groups a sequence's N blocks are split where the mask is dense, each then a row of the batch.
+
+    Small groups save a block's scores against the blocks of others, all hidden from it (FlexAttention skips them by itself); but each needs a copy of the
+    context's keys and values. So, of N's divisors, the one that brings a group's rows nearest to half the S tokens: of a prime N, mostly one group.
     """
-    return N // next(n for n in range(max(1, S // 2 // B), 0, -1) if N % n == 0)
+    divisors = [n for i in range(1, math.isqrt(N) + 1) if N % i == 0 for n in (i, N // i)]
+    return N // min(divisors, key=lambda blocks: abs(math.log(2 * blocks * B / S)))
 
 
 @functools.cache

@@ -188,6 +188,7 @@ class Lab:
         drafter = new_drafter(self.target, self.tokenizer, settings)
         optimisers = train.make_optimisers(drafter, settings["optimizer"], settings["lr"])
         options = argparse.Namespace(**settings, gamma=train.default_gamma(settings["block_size"]), accumulate=1, compile=False)
+        run.check_memory(self.target, drafter, options, max(len(row.ids) for row in self.rows))
         curve = {"loss": [], "simulated_tau": []}
         with tqdm(total=options.steps, desc=title, unit="step", mininterval=1, file=sys.stderr) as bar:
             for record in train.fit(self.target, drafter, optimisers, self.rows, options):

@@ -141,8 +141,9 @@ def test_accumulated_equals_one_batch():
 
 
 def test_groups_of_blocks_by_hand():
-    """A group's rows are at most half as many as the sequence's tokens, or one block."""
-    assert [train.groups_of_blocks(*of) for of in ((24, 160, 16), (1, 8, 16), (3, 10, 4), (7, 100, 16), (512, 3072, 16))] == [6, 1, 3, 7, 8]
+    """A group's rows come near half the sequence's tokens; a prime number of blocks stays one group, or is split into blocks, whichever is nearer."""
+    asked = (24, 160, 16), (1, 8, 16), (3, 10, 4), (7, 100, 16), (512, 3072, 16), (1009, 1500, 4), (2 * 509, 3072, 16)
+    assert [train.groups_of_blocks(*of) for of in asked] == [4, 1, 3, 1, 4, 1, 2]
 
 
 def test_blocks_in_groups_are_the_blocks_of_one_row(monkeypatch):
