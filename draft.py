@@ -197,5 +197,5 @@ class Drafter(nn.Module):
 
 def behind(groups, context_k, context_v):
     """The `past` of a training layer: the rows' own keys and values behind those of the context, which `groups` rows of the batch share."""
-    context_k, context_v = context_k.repeat_interleave(groups, 0), context_v.repeat_interleave(groups, 0)
+    context_k, context_v = (x[:, None].expand(-1, groups, -1, -1, -1).flatten(0, 1) for x in (context_k, context_v))      # no copy for one group
     return lambda k, v: (torch.cat((context_k, k), 2), torch.cat((context_v, v), 2))

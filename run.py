@@ -412,7 +412,7 @@ def own_responses(device="cpu"):
     path = Path("runs", f"tiny-responses-{weights[:8]}.jsonl")
     if ranks()[0] == 0:
         path.parent.mkdir(exist_ok=True)
-        say(f"{path}: the target's own responses, " + ("of an earlier run" if path.exists() else "made once, in two or three minutes"))
+        say(f"{path}: the target's own responses; those that are not there yet are made now, all of them in two or three minutes")
         if data.main(["regenerate", "--prompts", str(TINY / "train.jsonl"), "--out", str(path), "--batch-size", "256", "--max-new-tokens", "320"]):
             raise KeyboardInterrupt
     total(torch.zeros(1, device=device))                   # the other ranks wait here

@@ -65,12 +65,13 @@ class Target(nn.Module):
         """hidden (..., H), already normed -> logits (..., vocab): of the first `vocab` ids, since many models have more rows than their tokenizer has tokens."""
         return F.linear(hidden, self.head_weight[:vocab])
 
-    def forward(self, ids, cache=None, taps=(), last_only=False, positions=None, key_mask=None, vocab=None):
+    def forward(self, ids, cache=None, taps=(), last_only=False, taps_only=False, positions=None, key_mask=None, vocab=None):
         """One forward over new tokens -> logits, features.
 
         ids (batch, T); cache: a KVCache whose `length` tokens come before them (the new ones are added), or None.
         taps: n layer ids, in ascending order -> features (batch, T, n * H), their residual streams side by side; no taps: None.
-        last_only: logits of the last row alone, (batch, 1, V) in place of (batch, T, V).
+        last_only: logits of the last row alone, (batch, 1, V) in place of (batch, T, V). taps_only, without a cache, as training has it: None in their
+        place, and no layer runs behind the last tap.
         positions (batch, T) and key_mask (batch, S) bool, S = cache.length + T: for batches with padding; False keys are seen by no row but themselves.
         """
         T, start = ids.shape[1], cache.length if cache else 0
@@ -84,13 +85,15 @@ class Target(nn.Module):
         elif start and T > 1:
             mask = cache.bias(T)
         x, tapped = self.embed(ids), []
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.layers[:taps[-1] + 1] if taps_only else self.layers):
             x = layer(x, rotary, cache.at(i) if cache else keep, mask, causal)
             if i in taps:
                 tapped.append(x)
         if cache:
             cache.advance(T)
         features = torch.cat(tapped, -1) if tapped else None
+        if taps_only:
+            return None, features
         return self.head(self.norm(x[:, -1:] if last_only else x), vocab), features
 
 

@@ -167,7 +167,7 @@ def block_loss(target, drafter, batch, kind, gamma, forward=None):
     """One forward of all blocks -> sum of w * CE (with gradient), sum of w, correct (batch, N, g). `forward`: the drafter, wrapped or compiled."""
     device, valid, B, S = batch.ids.device, batch.valid, drafter.config.block_size, batch.ids.shape[1]
     with torch.no_grad():
-        _, features = target(batch.ids, taps=drafter.config.target_layer_ids, last_only=True)      # of logits, as few as can be: none is read
+        _, features = target(batch.ids, taps=drafter.config.target_layer_ids, taps_only=True)
         groups = 1 if batch.ids.is_cuda else groups_of_blocks(batch.anchors.shape[1], S, B)
         # Blocks do not see each other, so a sequence's N may stand in several rows of the batch: (batch, N) anchors become (batch * groups, N / groups),
         # (batch, Q) ids and positions (batch * groups, Q / groups). The drafter gives each of them its sequence's features.

@@ -179,6 +179,17 @@ def test_last_row_only(target_of):
     assert torch.equal(taps, same_taps)
 
 
+def test_taps_only_runs_no_layer_behind_the_last_tap(target_of, monkeypatch):
+    target = target_of("qwen3-untied")
+    _, taps = target(IDS, taps=(1, 3))
+    for layer in target.layers[4:]:
+        monkeypatch.setattr(layer, "forward", None)
+    logits, same_taps = target(IDS, taps=(1, 3), taps_only=True)
+    assert logits is None and torch.equal(taps, same_taps)
+    with pytest.raises(TypeError):
+        target(IDS, taps=(1, 3))
+
+
 def test_taps_are_as_asked(target_of):
     target = target_of("qwen3-tied")
     assert target(IDS)[1] is None
